@@ -20,19 +20,46 @@ from peer import ROOT, finish
 
 from hone.config.algorithms import ALGORITHMS
 
-ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}
+ENVIRONMENT = {
+    "id": "reverse-text",
+    "args": {"texts": "generated", "min_chars": 4, "max_chars": 10},
+}
 
 
-def reinforced(model: Path, out: Path, steps: int, seed: int, *options: object) -> tuple[float, float]:
+def reinforced(
+    model: Path, out: Path, steps: int, seed: int, *options: object
+) -> tuple[float, float]:
     """The reward before and after."""
     run(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", steps, "--seed", seed,
-        "--orchestrator.env", json.dumps(ENVIRONMENT), "--trainer.scheduler.type", "constant",
-        "--orchestrator.eval.env", json.dumps(ENVIRONMENT), "--orchestrator.eval.interval", steps,
-        "--orchestrator.eval.num-examples", 256, "--orchestrator.eval.max-tokens", 20, *options,
-    )  # fmt: skip
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        model,
+        "--output-dir",
+        out,
+        "--max-steps",
+        steps,
+        "--seed",
+        seed,
+        "--orchestrator.env",
+        json.dumps(ENVIRONMENT),
+        "--trainer.scheduler.type",
+        "constant",
+        "--orchestrator.eval.env",
+        json.dumps(ENVIRONMENT),
+        "--orchestrator.eval.interval",
+        steps,
+        "--orchestrator.eval.num-examples",
+        256,
+        "--orchestrator.eval.max-tokens",
+        20,
+        *options,
+    )
     rows = map(json.loads, (out / "metrics.jsonl").open())
-    before, after = (row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row)
+    before, after = (
+        row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row
+    )
     return before, after
 
 
@@ -54,11 +81,18 @@ class Teacher:
                 time.sleep(0.1)
 
     def options(self) -> list[object]:
-        return ["--orchestrator.teacher.model", self.model, "--orchestrator.teacher.base-url", self.url]
+        return [
+            "--orchestrator.teacher.model",
+            self.model,
+            "--orchestrator.teacher.base-url",
+            self.url,
+        ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", choices=ALGORITHMS)
@@ -79,7 +113,9 @@ def main() -> None:
                 found[name] = []
                 for seed in range(options.seeds):
                     words = ["--algorithm", name, *more]
-                    before, after = reinforced(model, home / f"{name}_{seed}", options.steps, seed, *words)
+                    before, after = reinforced(
+                        model, home / f"{name}_{seed}", options.steps, seed, *words
+                    )
                     found[name].append(round(after, 3))
                     has_failed |= after - before < 0.1 * (1 - before)
                     print(f"{name}, seed {seed}: {before:.3f} -> {after:.3f}", flush=True)

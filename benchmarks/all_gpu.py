@@ -22,11 +22,20 @@ PARTS = {"generate": "#0f766e", "train": "#4338ca", "rest": "#9ca3af"}
 
 def programs(args: argparse.Namespace) -> dict[str, list[str]]:
     """Words of each, by name. The shortest first: a table that is cut short has the most."""
-    trl, vllm = (["--trl", args.trl] if args.trl else []), (["--vllm", args.vllm] if args.vllm else [])
+    trl, vllm = (
+        (["--trl", args.trl] if args.trl else []),
+        (["--vllm", args.vllm] if args.vllm else []),
+    )
     return {
-        "floor_gpu": [], "rl_step_gpu": trl, "rl_gpu": [], "weights_gpu": ["--ways", "nccl"], "generate_gpu": vllm,
-        "exact_gpu": [], "train_gpu": trl or ["--only", "ours"], "shapes_gpu": vllm,
-    }  # fmt: skip
+        "floor_gpu": [],
+        "rl_step_gpu": trl,
+        "rl_gpu": [],
+        "weights_gpu": ["--ways", "nccl"],
+        "generate_gpu": vllm,
+        "exact_gpu": [],
+        "train_gpu": trl or ["--only", "ours"],
+        "shapes_gpu": vllm,
+    }
 
 
 def gpus() -> int:
@@ -37,7 +46,11 @@ def gpus() -> int:
 
 def figures_in(log: Path) -> list[dict]:
     """The closing lines of a benchmark (`peer.finish`): one, or one a shape."""
-    lines = [line for line in log.read_text().splitlines() if line.startswith("{") and '"machine"' in line]
+    lines = [
+        line
+        for line in log.read_text().splitlines()
+        if line.startswith("{") and '"machine"' in line
+    ]
     return [json.loads(line) for line in lines]
 
 
@@ -45,9 +58,13 @@ def table(found: dict[str, dict]) -> str:
     rows = ["| program | seconds | figures |", "|---|---|---|"]
     for name, one in found.items():
         for figures in one["figures"] or [{}]:
-            words = ", ".join(f"{key} {value}" for key, value in figures.items() if key != "machine")
+            words = ", ".join(
+                f"{key} {value}" for key, value in figures.items() if key != "machine"
+            )
             failed = f"ended with {one['exit_code']}: {name}.log" if one["exit_code"] else ""
-            rows.append(f"| `{name}` | {one['seconds']:.0f} | {'; '.join(filter(None, [words, failed]))} |")
+            rows.append(
+                f"| `{name}` | {one['seconds']:.0f} | {'; '.join(filter(None, [words, failed]))} |"
+            )
     return "\n".join(rows) + "\n"
 
 
@@ -82,7 +99,9 @@ def plot(steps: list[dict], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl", help="a Python that has TRL, and vLLM beside it")
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--only", nargs="+", help="of these programs")
@@ -90,7 +109,9 @@ def main() -> None:
     args = parser.parse_args()
     known = programs(args)
     if unknown := set(args.only or ()) - set(known):
-        parser.error(f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        parser.error(
+            f"--only: there is no {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
     wanted = {name: words for name, words in known.items() if name in (args.only or known)}
     count = gpus()
     if not count:
@@ -103,8 +124,14 @@ def main() -> None:
         print(f"{name} …", flush=True)
         log, began = args.out / f"{name}.log", time.perf_counter()
         with log.open("w") as file:
-            code = subprocess.run([sys.executable, HERE / f"{name}.py", *words], stdout=file, stderr=file).returncode
-        found[name] = {"seconds": time.perf_counter() - began, "exit_code": code, "figures": figures_in(log)}
+            code = subprocess.run(
+                [sys.executable, HERE / f"{name}.py", *words], stdout=file, stderr=file
+            ).returncode
+        found[name] = {
+            "seconds": time.perf_counter() - began,
+            "exit_code": code,
+            "figures": figures_in(log),
+        }
         (args.out / "figures.md").write_text(table(found))
         (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
     print(table(found))

@@ -37,8 +37,15 @@ def main() -> None:
     for rollouts, prompt, completion in SHAPES:
         given = []
         for i in range(rollouts):
-            shared = draw.choices(range(150000), k=prompt) if i % GROUP == 0 else given[-1].turns[0].prompt_ids
-            ids, logprobs = draw.choices(range(150000), k=completion), [-draw.random() for _ in range(completion)]
+            shared = (
+                draw.choices(range(150000), k=prompt)
+                if i % GROUP == 0
+                else given[-1].turns[0].prompt_ids
+            )
+            ids, logprobs = (
+                draw.choices(range(150000), k=completion),
+                [-draw.random() for _ in range(completion)],
+            )
             turn = Turn(shared, Completion(ids, logprobs, [0] * completion, "length"), "")
             given.append(Rollout(Example(0, []), [turn], []))
         made = least_ms(lambda: [samples_of(one, 1.0, 1.0, "") for one in given])  # noqa: B023

@@ -35,8 +35,31 @@ def rows(file: Path, name: str, skip: int) -> float:
 def sft(home: Path) -> float:
     data = home / "sft.jsonl"
     if not data.exists():
-        run("python", "-m", "reverse_text", "--out", data, "-n", 4000, "--min-chars", 20, "--max-chars", 32)
-    run("sft", "@", TINY / "sft.toml", "--data.name", data, "--max-steps", 40, "--output-dir", home / "sft", "--clean")
+        run(
+            "python",
+            "-m",
+            "reverse_text",
+            "--out",
+            data,
+            "-n",
+            4000,
+            "--min-chars",
+            20,
+            "--max-chars",
+            32,
+        )
+    run(
+        "sft",
+        "@",
+        TINY / "sft.toml",
+        "--data.name",
+        data,
+        "--max-steps",
+        40,
+        "--output-dir",
+        home / "sft",
+        "--clean",
+    )
     return rows(home / "sft" / "metrics_sft.jsonl", "perf/throughput", 10)
 
 
@@ -46,9 +69,23 @@ def reinforced(home: Path, *options: object) -> float:
     if not weights.exists():
         sft(home)
     run(
-        "rl", "--trainer", "@", TINY / "rl/train.toml", "--orchestrator", "@", TINY / "rl/orch.toml", *options,
-        "--model.name", weights, "--max-steps", 25, "--orchestrator.env", TEXTS, "--output-dir", home / "rl",
-    )  # fmt: skip
+        "rl",
+        "--trainer",
+        "@",
+        TINY / "rl/train.toml",
+        "--orchestrator",
+        "@",
+        TINY / "rl/orch.toml",
+        *options,
+        "--model.name",
+        weights,
+        "--max-steps",
+        25,
+        "--orchestrator.env",
+        TEXTS,
+        "--output-dir",
+        home / "rl",
+    )
     return 256 / rows(home / "rl" / "metrics.jsonl", "time/step", 5)
 
 
@@ -57,21 +94,36 @@ def rl(home: Path) -> float:
 
 
 def processes(home: Path) -> float:
-    return reinforced(home, "--inference", "@", TINY / "rl/infer.toml", "--inference.server.port", 0)
+    return reinforced(
+        home, "--inference", "@", TINY / "rl/infer.toml", "--inference.server.port", 0
+    )
 
 
 def inference(home: Path) -> float:
-    words = [BIN / "inference", "--model.name", TINY / "model", "--model.random-init", "--server.port", "0"]
+    words = [
+        BIN / "inference",
+        "--model.name",
+        TINY / "model",
+        "--model.random-init",
+        "--server.port",
+        "0",
+    ]
     server = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert server.stdout is not None
         url = next(line for line in server.stdout if " at http" in line).split(" at ")[1].split()[0]
         body = {
-            "model": str(TINY / "model"), "messages": [{"role": "user", "content": "some text to be continued"}],
-            "n": 128, "max_tokens": 128, "ignore_eos": True, "logprobs": True,
-        }  # fmt: skip
+            "model": str(TINY / "model"),
+            "messages": [{"role": "user", "content": "some text to be continued"}],
+            "n": 128,
+            "max_tokens": 128,
+            "ignore_eos": True,
+            "logprobs": True,
+        }
         request = urllib.request.Request(
-            f"{url}/chat/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+            f"{url}/chat/completions",
+            json.dumps(body).encode(),
+            {"content-type": "application/json"},
         )
         speeds = []
         for _ in range(6):
@@ -86,7 +138,9 @@ def inference(home: Path) -> float:
 
 def main() -> None:
     works = {work.__name__: work for work in (sft, rl, processes, inference)}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--loops", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=works, default=list(works))
@@ -100,9 +154,16 @@ def main() -> None:
                 with beside(options.loops):
                     busy.append(works[name](Path(directory)))
             kept = median([b / a for a, b in zip(alone, busy, strict=True)])
-            print(f"{name:>10}: alone {median(alone):>9,.0f}/s, beside {median(busy):>9,.0f}/s, kept {kept:.0%}  "
-                  f"{[f'{b / a:.0%}' for a, b in zip(alone, busy, strict=True)]}", flush=True)  # fmt: skip
-            figures |= {f"{name}_alone": median(alone), f"{name}_beside": median(busy), f"{name}_kept": kept}
+            print(
+                f"{name:>10}: alone {median(alone):>9,.0f}/s, beside {median(busy):>9,.0f}/s, kept {kept:.0%}  "
+                f"{[f'{b / a:.0%}' for a, b in zip(alone, busy, strict=True)]}",
+                flush=True,
+            )
+            figures |= {
+                f"{name}_alone": median(alone),
+                f"{name}_beside": median(busy),
+                f"{name}_kept": kept,
+            }
     finish(**figures, loops=options.loops, isa=os.environ.get("HONE_CPU_ISA", ""))
 
 

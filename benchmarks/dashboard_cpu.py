@@ -22,26 +22,53 @@ from peer import ROOT, finish
 MODEL = ROOT / "src/hone/launch/workspace/models/reverse-text-tiny-sft"
 TINY = ROOT / "examples/reverse_text_tiny"
 FILTERS = (
-    {"text": "abc"}, {"text": "qu", "sort": "reward"}, {"text": "no such text"}, {"text": "100%"},
-    {"reward_from": 0.99, "sort": "tokens"}, {"step_from": 100, "step_to": 4000, "text": "the", "sort": "advantage"},
-    {"unused": "no_signal", "sort": "reward", "down": 0}, {"truncated": 1}, {"sort": "seconds"},
+    {"text": "abc"},
+    {"text": "qu", "sort": "reward"},
+    {"text": "no such text"},
+    {"text": "100%"},
+    {"reward_from": 0.99, "sort": "tokens"},
+    {"step_from": 100, "step_to": 4000, "text": "the", "sort": "advantage"},
+    {"unused": "no_signal", "sort": "reward", "down": 0},
+    {"truncated": 1},
+    {"sort": "seconds"},
     {"env": "reverse-text", "skip": 40_000},
-)  # fmt: skip
+)
 
 
 def rl(place: Path, *words: object) -> list[str]:
-    said = ["rl", "@", TINY / "rl.toml", "--model.name", MODEL, "--trainer.optim.type", "adamw", "--trainer.optim.lr",
-            "1e-4", "--log-interval", 0, "--output-dir", place, *words]  # fmt: skip
+    said = [
+        "rl",
+        "@",
+        TINY / "rl.toml",
+        "--model.name",
+        MODEL,
+        "--trainer.optim.type",
+        "adamw",
+        "--trainer.optim.lr",
+        "1e-4",
+        "--log-interval",
+        0,
+        "--output-dir",
+        place,
+        *words,
+    ]
     return [sys.executable, "-m", "hone", *map(str, said)]
 
 
 def write_large(place: Path, like: Path, steps: int, each: int) -> None:
     """As large as is asked, of what a real run wrote: rows of metrics as they are, rollouts of 100 words."""
     draw = random.Random(0)
-    words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9))) for _ in range(5000)]
+    words = [
+        "".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=draw.randint(2, 9)))
+        for _ in range(5000)
+    ]
     rows = [json.loads(line) for line in (like / "metrics.jsonl").read_text().splitlines()]
     steps_of = sorted((like / "rollouts").glob("step_*"))
-    lines = [json.loads(line) for d in steps_of for line in (d / "rollouts.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line)
+        for d in steps_of
+        for line in (d / "rollouts.jsonl").read_text().splitlines()
+    ]
     shutil.copytree(like / "configs", place / "configs")
     shutil.copy(like / "run_rl.json", place)
     with (place / "metrics.jsonl").open("w") as file:
@@ -53,10 +80,22 @@ def write_large(place: Path, like: Path, steps: int, each: int) -> None:
         with (directory / "rollouts.jsonl").open("w") as file:
             for i in range(each):
                 ids = [draw.randrange(1000) for _ in range(128)]
-                turn = {"prompt_ids": ids[:40], "ids": ids, "logprobs": [-draw.random() for _ in ids],
-                        "version": step - 1, "last_version": step - 1, "finish_reason": "stop"}  # fmt: skip
+                turn = {
+                    "prompt_ids": ids[:40],
+                    "ids": ids,
+                    "logprobs": [-draw.random() for _ in ids],
+                    "version": step - 1,
+                    "last_version": step - 1,
+                    "finish_reason": "stop",
+                }
                 said = [{"role": "assistant", "content": " ".join(draw.choices(words, k=100))}]
-                of = {"completion": said, "turns": [turn], "group": step, "member": i, "reward": draw.random()}
+                of = {
+                    "completion": said,
+                    "turns": [turn],
+                    "group": step,
+                    "member": i,
+                    "reward": draw.random(),
+                }
                 file.write(json.dumps(draw.choice(lines) | of) + "\n")
 
 
@@ -66,7 +105,9 @@ class Server:
         environment = {"XDG_CACHE_HOME": str(root / ".cache"), "HONE_DASHBOARD_TOKEN": "key"}
         import os
 
-        self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
+        self.process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, text=True, env=os.environ | environment
+        )
         lines = [self.process.stdout.readline() for _ in range(2)]
         self.http = httpx.Client(base_url=lines[1].split()[-1].split("/#")[0], timeout=120)
 
@@ -78,11 +119,16 @@ class Server:
 
     def page(self, run: str, names: str, since: int) -> float:
         """What an open page of a run asks every two seconds."""
-        return self.get("/api/run", run=run)[0] + self.get("/api/series", run=run, names=names, since=since)[0]
+        return (
+            self.get("/api/run", run=run)[0]
+            + self.get("/api/series", run=run, names=names, since=since)[0]
+        )
 
     def seconds(self) -> float:
         """Of a processor, so far."""
-        said = subprocess.check_output(["ps", "-o", "cputimes=,time=", "-p", str(self.process.pid)], text=True).split()
+        said = subprocess.check_output(
+            ["ps", "-o", "cputimes=,time=", "-p", str(self.process.pid)], text=True
+        ).split()
         try:  # finer where there is /proc
             fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
             return (int(fields[11]) + int(fields[12])) / 100
@@ -90,7 +136,14 @@ class Server:
             return float(said[0])
 
     def megabytes(self) -> float:
-        return int(subprocess.check_output(["ps", "-o", "rss=", "-p", str(self.process.pid)], text=True)) / 1000
+        return (
+            int(
+                subprocess.check_output(
+                    ["ps", "-o", "rss=", "-p", str(self.process.pid)], text=True
+                )
+            )
+            / 1000
+        )
 
     def __enter__(self) -> "Server":
         return self
@@ -101,7 +154,9 @@ class Server:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--rollouts", type=int, default=20)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -116,14 +171,21 @@ def main() -> None:
         with Server(root) as server:
             start = time.perf_counter()
             server.get("/api/run", run="large:rl")
-            while server.get("/api/rollouts", run="large:rl", most=1)[1]["total"] < args.steps * args.rollouts:
+            while (
+                server.get("/api/rollouts", run="large:rl", most=1)[1]["total"]
+                < args.steps * args.rollouts
+            ):
                 time.sleep(0.2)
             result["first_index_s"] = time.perf_counter() - start
         with Server(root) as server:  # the index is warm, the server is not
             result["first_page_s"] = server.get("/api/runs")[0] + server.page("large:rl", names, -1)
-            result["slowest_filter_s"] = max(server.get("/api/rollouts", run="large:rl", **one)[0] for one in FILTERS)
+            result["slowest_filter_s"] = max(
+                server.get("/api/rollouts", run="large:rl", **one)[0] for one in FILTERS
+            )
             result["server_mb"] = server.megabytes()
-            run = subprocess.Popen(rl(root / "beside", "--max-steps", 100_000), stdout=subprocess.DEVNULL)
+            run = subprocess.Popen(
+                rl(root / "beside", "--max-steps", 100_000), stdout=subprocess.DEVNULL
+            )
             try:
                 while not (root / "beside" / "metrics.jsonl").exists():
                     time.sleep(0.2)
@@ -141,7 +203,11 @@ def beside(server: Server, seconds: float, is_open: bool, names: str) -> float:
     while time.perf_counter() < until:
         if is_open:
             server.page("beside:rl", names, since)
-            since = int(server.get("/api/series", run="beside:rl", names="reward/mean")[1]["reward/mean"][0][-1])
+            since = int(
+                server.get("/api/series", run="beside:rl", names="reward/mean")[1]["reward/mean"][
+                    0
+                ][-1]
+            )
         time.sleep(2.0)
     return (server.seconds() - before) / seconds
 

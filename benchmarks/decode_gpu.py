@@ -40,9 +40,15 @@ def at_length(engine, length: int, is_uneven: bool = False) -> None:
     slots, pages = engine.slots, engine.pool.pages - 1
     slots.state[:, column.LENGTH] = lengths(len(slots.state), length, is_uneven).cuda()
     slots.state[:, column.LAST] = 5
-    slots.state[:, column.COUNT], slots.state[:, column.MAX], slots.state[:, column.DONE] = 0, 10**6, 0
+    slots.state[:, column.COUNT], slots.state[:, column.MAX], slots.state[:, column.DONE] = (
+        0,
+        10**6,
+        0,
+    )
     slots.active[:-1] = torch.arange(len(slots.active) - 1, device="cuda")
-    slots.table.copy_((torch.arange(slots.table.numel(), device="cuda") % pages + 1).view_as(slots.table))
+    slots.table.copy_(
+        (torch.arange(slots.table.numel(), device="cuda") % pages + 1).view_as(slots.table)
+    )
 
 
 def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = False) -> float:
@@ -68,7 +74,9 @@ def main() -> None:
 
     from hone.engine.engine import Engine
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 768])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
@@ -81,13 +89,24 @@ def main() -> None:
     for name in args.models:
         model = our_model(MODELS[name])
         longest = max(args.lengths) * (4 if args.uneven else 1) + 256
-        engine = Engine(model, max_batch_size=max(args.batches), max_model_len=longest, kv_cache_gib=16)
+        engine = Engine(
+            model, max_batch_size=max(args.batches), max_model_len=longest, kv_cache_gib=16
+        )
         with torch.no_grad():
             for length in args.lengths:
                 for parts in args.parts:
-                    found = [step_ms(engine, batch, length, parts, args.uneven) for batch in args.batches]
-                    print(f"| {name} | {length} | {parts} |", *(f"{ms:.3f} |" for ms in found), flush=True)
-                    figures |= {f"{name}_{length}_{parts}_{b}": ms for b, ms in zip(args.batches, found, strict=True)}
+                    found = [
+                        step_ms(engine, batch, length, parts, args.uneven) for batch in args.batches
+                    ]
+                    print(
+                        f"| {name} | {length} | {parts} |",
+                        *(f"{ms:.3f} |" for ms in found),
+                        flush=True,
+                    )
+                    figures |= {
+                        f"{name}_{length}_{parts}_{b}": ms
+                        for b, ms in zip(args.batches, found, strict=True)
+                    }
         del engine, model
         torch.cuda.empty_cache()
     finish(**figures)

@@ -67,26 +67,36 @@ def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
         done, sampling = timed(lambda work=work: engine.generate(work))
         samples = [
             Sample(
-                [*r.prompt_ids, *c.ids], [False] * PROMPT + [True] * NEW, [0.0] * PROMPT + c.logprobs,
-                1.0 if i % 2 else -1.0, 1.0,
+                [*r.prompt_ids, *c.ids],
+                [False] * PROMPT + [True] * NEW,
+                [0.0] * PROMPT + c.logprobs,
+                1.0 if i % 2 else -1.0,
+                1.0,
             )
             for i, (r, c) in enumerate(zip(work, done, strict=True))
-        ]  # fmt: skip
-        values, training = timed(lambda step=step, samples=samples: trainer.step(Batch(step, samples)))
+        ]
+        values, training = timed(
+            lambda step=step, samples=samples: trainer.step(Batch(step, samples))
+        )
         sampled.follow_step()
         engine.set_version(step)
         rows.append(
             {
-                "sampling_s": sampling, "training_s": training, "step_s": sampling + training,
-                "tokens_per_s": GROUPS * MEMBERS * NEW / sampling, "mismatch_kl": values["mismatch_kl/mean"],
+                "sampling_s": sampling,
+                "training_s": training,
+                "step_s": sampling + training,
+                "tokens_per_s": GROUPS * MEMBERS * NEW / sampling,
+                "mismatch_kl": values["mismatch_kl/mean"],
                 "differ": values.get("exact/differs", float("nan")),
             }
-        )  # fmt: skip
+        )
     return {key: median([row[key] for row in rows[2:]]) for key in rows[0]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
     parser.add_argument("--rollouts", type=int, default=1000)
     parser.add_argument("--lora", action="store_true")
@@ -98,14 +108,24 @@ def main() -> None:
             model = our_model(MODELS[name])
             count = args.rollouts if mode == "exact" else args.rollouts // 10
             found, seconds = timed(lambda model=model, count=count: probe_model(model, count, 200))
-            print(f"{name} {mode}: {count} rollouts: {found.describe_result()} ({seconds:.0f} s)", flush=True)
+            print(
+                f"{name} {mode}: {count} rollouts: {found.describe_result()} ({seconds:.0f} s)",
+                flush=True,
+            )
             found = steps(model, args.lora)
-            print(f"{name} {mode}: { ({k: float(f'{v:.4g}') for k, v in found.items()}) }", flush=True)
-            figures |= {f"{mode}_{key}": value for key, value in found.items() if key in ("step_s", "tokens_per_s")}
+            print(
+                f"{name} {mode}: { ({k: float(f'{v:.4g}') for k, v in found.items()}) }", flush=True
+            )
+            figures |= {
+                f"{mode}_{key}": value
+                for key, value in found.items()
+                if key in ("step_s", "tokens_per_s")
+            }
             del model
             torch.cuda.empty_cache()
         print(
-            f"{name}: a step in exact takes {figures['exact_step_s'] / figures['fast_step_s']:.2f} of fast", flush=True
+            f"{name}: a step in exact takes {figures['exact_step_s'] / figures['fast_step_s']:.2f} of fast",
+            flush=True,
         )
     finish(**figures, ratio=figures["exact_step_s"] / figures["fast_step_s"])
 

@@ -34,11 +34,16 @@ from hone.kernels import gpu
 from hone.kernels.gpu import few_row_products, has_dependent_launch
 from hone.models.families import parse_model_config
 
-BEYOND_CACHE = 120 * 2**20  # bytes of weights in turns, so that none is in the second cache when its turn comes
+BEYOND_CACHE = (
+    120 * 2**20
+)  # bytes of weights in turns, so that none is in the second cache when its turn comes
 LINKS = 140  # of a chain: a step of 0.6B's shape has so many
 ROWS, INNER = 32, 2048  # numbers that a link copies
-FEW_MODEL = "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of few_row_products.py
-# In the text of few_row_products.py: where a row is, and where a tile's weights are; and the same for all rows, all tiles.
+FEW_MODEL = (
+    "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of few_row_products.py
+)
+# In the text of few_row_products.py: where a row is, and where a tile's weights are; then the same for all rows and
+# all tiles.
 ONE_ROW = ("x + (m_x * K +", "x + (m_x * 0 +")
 ONE_TILE = ("w + (n.to(gl.int64) * K", "w + ((n - first_n).to(gl.int64) * K")
 
@@ -59,7 +64,9 @@ def seconds(run, times: int) -> float:
 def product_seconds(rows: int, columns: int, inner: int) -> float:
     copies = max(2, -(-BEYOND_CACHE // (2 * columns * inner)))
     x = torch.randn(rows, inner, device="cuda", dtype=torch.bfloat16)
-    weights = [torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)]
+    weights = [
+        torch.randn(columns, inner, device="cuda", dtype=torch.bfloat16) for _ in range(copies)
+    ]
     out = x.new_empty(rows, columns)
     return seconds(lambda i: torch.mm(x, weights[i % copies].t(), out=out), 40)
 
@@ -73,7 +80,7 @@ def _copy(source, target, INNER: tl.constexpr, ROWS: tl.constexpr, BN: tl.conste
 @triton.jit
 def link_kernel(
     source, target, INNER: tl.constexpr, ROWS: tl.constexpr, BN: tl.constexpr, EARLY: tl.constexpr
-):  # fmt: skip
+):
     if EARLY:
         gdc_launch_dependents()
     gdc_wait()
@@ -96,11 +103,17 @@ def whole_kernel(a, b, counter, links, INNER: tl.constexpr, ROWS: tl.constexpr, 
 def chain_seconds() -> dict[str, float]:
     """Seconds of a link by how it is made."""
     a = torch.randn(ROWS, INNER, device="cuda", dtype=torch.bfloat16)
-    b, counter, shape = torch.empty_like(a), torch.zeros(1, dtype=torch.int32, device="cuda"), (INNER, ROWS, 16)
+    b, counter, shape = (
+        torch.empty_like(a),
+        torch.zeros(1, dtype=torch.int32, device="cuda"),
+        (INNER, ROWS, 16),
+    )
     blocks = INNER // 16
 
     def link(i: int, is_early: bool) -> None:
-        link_kernel[(blocks,)](*((a, b) if i % 2 == 0 else (b, a)), *shape, EARLY=is_early, launch_pdl=True)
+        link_kernel[(blocks,)](
+            *((a, b) if i % 2 == 0 else (b, a)), *shape, EARLY=is_early, launch_pdl=True
+        )
 
     def whole(_: int) -> None:
         counter.zero_()
@@ -140,10 +153,18 @@ def products_changed(*changes: tuple[str, str]) -> Iterator[None]:
 @torch.no_grad()
 def few_ms(rows: int, context: int) -> dict[str, float]:
     """Milliseconds of a step of few rows by what its products fetch; each the median of three rounds."""
-    engine = Engine(our_model(MODELS[FEW_MODEL]), max_batch_size=rows, max_model_len=context + 256, kv_cache_gib=8)
+    engine = Engine(
+        our_model(MODELS[FEW_MODEL]),
+        max_batch_size=rows,
+        max_model_len=context + 256,
+        kv_cache_gib=8,
+    )
     ways: dict[str, list[tuple[str, str]]] = {
-        "as_it_is": [], "one_row": [ONE_ROW], "one_tile": [ONE_TILE], "one_row_and_tile": [ONE_ROW, ONE_TILE],
-    }  # fmt: skip
+        "as_it_is": [],
+        "one_row": [ONE_ROW],
+        "one_tile": [ONE_TILE],
+        "one_row_and_tile": [ONE_ROW, ONE_TILE],
+    }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(3):
         for name, changes in ways.items():
@@ -154,24 +175,36 @@ def few_ms(rows: int, context: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["Llama-3.2-1B", "Qwen3-1.7B", "Qwen3-4B"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=["Llama-3.2-1B", "Qwen3-1.7B", "Qwen3-4B"]
+    )
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--few", type=int, default=32, help="rows of the third table, up to 32")
     args = parser.parse_args()
     if not 1 <= args.few <= gpu.FEWEST_TOKENS:
-        parser.error(f"--few {args.few}: 1 to {gpu.FEWEST_TOKENS}, for which products fetch as this table says")
+        parser.error(
+            f"--few {args.few}: 1 to {gpu.FEWEST_TOKENS}, for which products fetch as this table says"
+        )
     rate, flops, figures = bandwidth(), matrix_rate(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s, a large product: {flops / 1e12:.0f} TFLOP/s\n")
-    print("| model | qkv | out | gate and up | down | head | share |", "|---" * 7 + "|", sep="\n", flush=True)
+    print(
+        "| model | qkv | out | gate and up | down | head | share |",
+        "|---" * 7 + "|",
+        sep="\n",
+        flush=True,
+    )
     for name in args.models:
         spec = parse_model_config(MODELS[name])
         D, (q, k, v), F = spec.hidden_size, spec.qkv_splits, spec.intermediate_size
         products = [(q + k + v, D), (D, q), (2 * F, D), (D, F), (spec.vocab_size, D)]
         found = [product_seconds(args.rows, *product) for product in products]
         words = [
-            f"{s * 1e6:.1f}, {2 * args.rows * n * k / s / 1e12:.0f}" for s, (n, k) in zip(found, products, strict=True)
+            f"{s * 1e6:.1f}, {2 * args.rows * n * k / s / 1e12:.0f}"
+            for s, (n, k) in zip(found, products, strict=True)
         ]
         of_step = limits(spec, args.rows, args.context, rate, flops)
         attention = of_step[0] - limits(spec, args.rows, 0, rate, flops)[0]
@@ -184,8 +217,12 @@ def main() -> None:
         print(f"| {name.replace('_', ' ')} | {each * 1e6:.2f} |")
         figures[f"{name}_us"] = each * 1e6
     if has_dependent_launch():
-        least = max(limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops))
-        print(f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |")
+        least = max(
+            limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops)
+        )
+        print(
+            f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |"
+        )
         print("|---|---|---|")
         for name, ms in few_ms(args.few, args.context).items():
             print(f"| {name.replace('_', ' ')} | {ms:.3f} | {least * 1e3 / ms:.0%} |")

@@ -23,7 +23,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tiny") as directory:
         model = Path(directory) / "model"
         save_model(load_model(MODEL, random_init=True, seed=0), MODEL, model)
-        workers = {engine: Worker(sys.executable, engine, model) for engine in ("ours", "transformers")}
+        workers = {
+            engine: Worker(sys.executable, engine, model) for engine in ("ours", "transformers")
+        }
         speeds: dict[str, list[float]] = {engine: [] for engine in workers}
         for number in range(ROUNDS + 1):
             for engine, worker in workers.items():

@@ -31,9 +31,12 @@ class Worker:
         start = time.perf_counter()
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
         self.process = subprocess.Popen(
-            [python, WORKER, engine, model, *map(str, options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            text=True, env=environment,
-        )  # fmt: skip
+            [python, WORKER, engine, model, *map(str, options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
         self.read()
         self.startup = time.perf_counter() - start
 
@@ -71,8 +74,13 @@ def write_model(directory: Path) -> None:
         model = Transformer(parse_model_config(QWEN3_06B))
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
-        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(parameter, 0, 0.02)
-    save_file({name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)}, directory / "model.safetensors")
+        torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
+            parameter, 0, 0.02
+        )
+    save_file(
+        {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)},
+        directory / "model.safetensors",
+    )
     (directory / "config.json").write_text(json.dumps(QWEN3_06B))
 
 
@@ -104,10 +112,14 @@ def limit(name: str, rate: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shapes", action="store_true", help="a sweep: shapes_gpu.py, with its options")
+    parser.add_argument(
+        "--shapes", action="store_true", help="a sweep: shapes_gpu.py, with its options"
+    )
     if "--shapes" in sys.argv:
         from shapes_gpu import main as sweep
 
@@ -120,14 +132,23 @@ def main() -> None:
         results: dict[str, dict[str, list[float]]] = {name: {} for name in WORKLOADS}
         figures: dict[str, float] = {}
         for phase, engine in enumerate(("ours", "vllm", "ours") if arguments.vllm else ("ours",)):
-            worker = Worker(arguments.vllm if engine == "vllm" else sys.executable, engine, Path(directory))
+            worker = Worker(
+                arguments.vllm if engine == "vllm" else sys.executable, engine, Path(directory)
+            )
             print(f"{engine}: {worker.startup:.1f} s to the first token", flush=True)
-            figures[f"{engine}_startup_s" if phase < 2 else "ours_second_startup_s"] = worker.startup
+            figures[f"{engine}_startup_s" if phase < 2 else "ours_second_startup_s"] = (
+                worker.startup
+            )
             for name in WORKLOADS:
                 for logprobs in (True, False) if engine == "vllm" else (True,):
-                    speeds = [worker.run(workload=name, logprobs=logprobs, seed=i) for i in range(arguments.rounds + 1)]
+                    speeds = [
+                        worker.run(workload=name, logprobs=logprobs, seed=i)
+                        for i in range(arguments.rounds + 1)
+                    ]
                     label = engine if logprobs else f"{engine} without logprobs"
-                    results[name].setdefault(label, []).extend(speeds[1:])  # the first is for warming up
+                    results[name].setdefault(label, []).extend(
+                        speeds[1:]
+                    )  # the first is for warming up
             worker.end()
         for name, of_engines in results.items():
             most = limit(name, rate)

@@ -41,7 +41,9 @@ def workload(name: str, seed: int = 0, vocabulary: range = VOCABULARY) -> Worklo
         batch, length, output = map(int, number.split("_"))
         return Workload([prompt(length) for _ in range(batch)], [output] * batch)
     if name == "groups":
-        return Workload([p for p in (prompt(512) for _ in range(8)) for _ in range(16)], [128] * 128)
+        return Workload(
+            [p for p in (prompt(512) for _ in range(8)) for _ in range(16)], [128] * 128
+        )
     if name == "mixed":
         lengths = [(draw.randint(100, 1024), draw.randint(100, 1024)) for _ in range(256)]
         return Workload([prompt(i) for i, _ in lengths], [o for _, o in lengths])
@@ -59,7 +61,9 @@ def ours(model_dir: str, length: int):
     where = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
     model = load_model(Path(model_dir), **where)
     limit = min(length, model.spec.max_position_embeddings)
-    engine = Engine(model, max_batch_size=512, max_model_len=limit, kv_cache_gib=60.0 if on_gpu else 8.0)
+    engine = Engine(
+        model, max_batch_size=512, max_model_len=limit, kv_cache_gib=60.0 if on_gpu else 8.0
+    )
 
     def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         requests = [
@@ -76,21 +80,35 @@ def vllm(model_dir: str, length: int):
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model_dir, skip_tokenizer_init=True, max_model_len=length, gpu_memory_utilization=0.8, max_num_seqs=512,
-        disable_log_stats=True, load_format="auto" if any(Path(model_dir).glob("*.safetensors")) else "dummy",
-    )  # fmt: skip
+        model=model_dir,
+        skip_tokenizer_init=True,
+        max_model_len=length,
+        gpu_memory_utilization=0.8,
+        max_num_seqs=512,
+        disable_log_stats=True,
+        load_format="auto" if any(Path(model_dir).glob("*.safetensors")) else "dummy",
+    )
 
     def run(work: Workload, logprobs: bool) -> list[tuple[list[int], list[float]]]:
         sampling = [
             SamplingParams(
-                temperature=1.0, max_tokens=n, ignore_eos=True, logprobs=0 if logprobs else None, detokenize=False
+                temperature=1.0,
+                max_tokens=n,
+                ignore_eos=True,
+                logprobs=0 if logprobs else None,
+                detokenize=False,
             )
             for n in work.outputs
         ]
         llm.reset_prefix_cache()
-        outputs = llm.generate([{"prompt_token_ids": p} for p in work.prompts], sampling, use_tqdm=False)
+        outputs = llm.generate(
+            [{"prompt_token_ids": p} for p in work.prompts], sampling, use_tqdm=False
+        )
         results = [(list(o.outputs[0].token_ids), o.outputs[0].logprobs or []) for o in outputs]
-        return [(ids, [place[i].logprob for i, place in zip(ids, logprobs)]) for ids, logprobs in results]
+        return [
+            (ids, [place[i].logprob for i, place in zip(ids, logprobs)])
+            for ids, logprobs in results
+        ]
 
     return run, llm
 
@@ -106,7 +124,12 @@ def transformers(model_dir: str, length: int):
         n = work.outputs[0]
         with torch.no_grad():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=n, min_new_tokens=n
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=n,
+                min_new_tokens=n,
             )
         return [(row, []) for row in out[:, ids.shape[1] :].tolist()]
 
@@ -116,7 +139,9 @@ def transformers(model_dir: str, length: int):
 def main(engine: str, model_dir: str, length: str = "2048") -> None:
     size = json.loads((Path(model_dir) / "config.json").read_text())["vocab_size"]
     vocabulary = range(5, 90) if size < 1000 else VOCABULARY[: size - 1000]
-    run, _ = {"ours": ours, "vllm": vllm, "transformers": transformers}[engine](model_dir, int(length))
+    run, _ = {"ours": ours, "vllm": vllm, "transformers": transformers}[engine](
+        model_dir, int(length)
+    )
     run(Workload([[vocabulary[0]] * 8], [2]), True)
     gc.freeze()  # or now and then the collector spends 0.1 s on all that was imported, in one engine or the other
     print(json.dumps({"ready": True}), flush=True)
@@ -127,8 +152,12 @@ def main(engine: str, model_dir: str, length: str = "2048") -> None:
         done = run(work, command.get("logprobs", True))
         seconds = time.perf_counter() - start
         if "save" in command:
-            Path(command["save"]).write_text(json.dumps({"prompts": work.prompts, "completions": done}))
-        print(json.dumps({"seconds": seconds, "tokens": sum(len(ids) for ids, _ in done)}), flush=True)
+            Path(command["save"]).write_text(
+                json.dumps({"prompts": work.prompts, "completions": done})
+            )
+        print(
+            json.dumps({"seconds": seconds, "tokens": sum(len(ids) for ids, _ in done)}), flush=True
+        )
 
 
 if __name__ == "__main__":

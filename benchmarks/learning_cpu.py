@@ -16,7 +16,9 @@ from pathlib import Path
 
 from peer import ROOT, finish
 
-spec = importlib.util.spec_from_file_location("demo", ROOT / "examples" / "reverse_text_tiny" / "demo.py")
+spec = importlib.util.spec_from_file_location(
+    "demo", ROOT / "examples" / "reverse_text_tiny" / "demo.py"
+)
 demo = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(demo)
 
@@ -27,14 +29,36 @@ def one_seed(seed: int) -> dict:
     """The demo's report of a seed, with the control's figures added."""
     out = Path("outputs") / "learning" / f"seed_{seed}"
     program = ROOT / "examples" / "reverse_text_tiny" / "demo.py"
-    subprocess.run([sys.executable, program, "--seed", str(seed), "--out", out], check=True, cwd=ROOT)
+    subprocess.run(
+        [sys.executable, program, "--seed", str(seed), "--out", out], check=True, cwd=ROOT
+    )
     report = json.loads((ROOT / out / "report.json").read_text())
     demo.run(
-        "sft", "@", f"{demo.RECIPE}/sft.toml", "--model.name", demo.last_weights(out / "sft"), "--model.no-random-init",
-        "--data.name", str(out / "data/sft.jsonl"), "--seed", str(seed + 1000), "--output-dir", str(out / "control"),
-        "--optim.lr", "4e-4", "--scheduler.type", "constant", "--scheduler.warmup-steps", "10",
-        "--max-steps", "100000", "--max-seconds", str(report["stage_seconds"]["rl"]), "--log-interval", "100",
-    )  # fmt: skip
+        "sft",
+        "@",
+        f"{demo.RECIPE}/sft.toml",
+        "--model.name",
+        demo.last_weights(out / "sft"),
+        "--model.no-random-init",
+        "--data.name",
+        str(out / "data/sft.jsonl"),
+        "--seed",
+        str(seed + 1000),
+        "--output-dir",
+        str(out / "control"),
+        "--optim.lr",
+        "4e-4",
+        "--scheduler.type",
+        "constant",
+        "--scheduler.warmup-steps",
+        "10",
+        "--max-steps",
+        "100000",
+        "--max-seconds",
+        str(report["stage_seconds"]["rl"]),
+        "--log-interval",
+        "100",
+    )
     control = demo.evaluate(demo.last_weights(out / "control"))
     report["control_reward"] = control["sampled"]["reward"]
     report["control_exact"] = control["sampled"]["exact"]
@@ -57,8 +81,10 @@ def main(seeds: list[int]) -> None:
     for figure in ("exact", "greedy_exact"):
         ahead = [report[f"rl_{figure}"] - report[f"control_{figure}"] for report in reports]
         gained = [report[f"rl_{figure}"] - report[f"sft_{figure}"] for report in reports]
-        print(f"RL ahead in {figure}: of the control {min(ahead):.3f} to {max(ahead):.3f}, "
-              f"of SFT {min(gained):.3f} to {max(gained):.3f}")  # fmt: skip
+        print(
+            f"RL ahead in {figure}: of the control {min(ahead):.3f} to {max(ahead):.3f}, "
+            f"of SFT {min(gained):.3f} to {max(gained):.3f}"
+        )
     print("seconds of the demo: " + ", ".join(f"{report['seconds']:.0f}" for report in reports))
     mine, control = means["rl", "exact"], means["control", "exact"]
     finish(ours_exact=mine, peer_exact=control, ratio=mine / max(control, 1e-9))

@@ -33,7 +33,9 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
             parameter.normal_(0.0, 0.02)
     found = {"weights": torch.cuda.memory_allocated() / GIB}
     lora = LoRAConfig(rank=16) if is_lora else None
-    config = TrainerConfig(lora=lora, micro_batch_tokens=tokens, activation_checkpointing=recomputes)
+    config = TrainerConfig(
+        lora=lora, micro_batch_tokens=tokens, activation_checkpointing=recomputes
+    )
     trainer = RLTrainer(model, config, max_steps=3)
     found["with_state"] = torch.cuda.memory_allocated() / GIB
 
@@ -50,10 +52,16 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     expected = estimate_rl(spec, config, tokens, torch.bfloat16.itemsize, tokens)
     peak = max(found[part] for part in ("forward", "backward", "optimizer"))
     return {
-        "model": name, "kind": kind, "lora": is_lora, "tokens": tokens, "recomputes": recomputes,
-        **{part: round(value, 2) for part, value in found.items()}, "peak": round(peak, 2),
-        "estimate": round(expected.peak_bytes / GIB, 2), "ratio": round(expected.peak_bytes / GIB / peak, 3),
-    }  # fmt: skip
+        "model": name,
+        "kind": kind,
+        "lora": is_lora,
+        "tokens": tokens,
+        "recomputes": recomputes,
+        **{part: round(value, 2) for part, value in found.items()},
+        "peak": round(peak, 2),
+        "estimate": round(expected.peak_bytes / GIB, 2),
+        "ratio": round(expected.peak_bytes / GIB / peak, 3),
+    }
 
 
 def measure_cache(name: str) -> dict:
@@ -68,7 +76,13 @@ def measure_cache(name: str) -> dict:
     found = torch.cuda.memory_allocated() - before
     expected = tokens * spec.cache_numbers * torch.bfloat16.itemsize
     del cache
-    return {"model": name, "kind": "keys and values", "tokens": tokens, "peak": found / GIB, "ratio": expected / found}
+    return {
+        "model": name,
+        "kind": "keys and values",
+        "tokens": tokens,
+        "peak": found / GIB,
+        "ratio": expected / found,
+    }
 
 
 def rl_step(trainer, tokens: int, number: int) -> None:
@@ -82,11 +96,17 @@ def rl_step(trainer, tokens: int, number: int) -> None:
         prompt = draw.choices(vocabulary, k=128)
         for i in range(16):
             ids = prompt + draw.choices(vocabulary, k=512)
-            samples.append(Sample(ids, [False] * 128 + [True] * 512, [0.0] * 128 + [-11.9] * 512, (-1.0) ** i, 1.0))
+            samples.append(
+                Sample(
+                    ids, [False] * 128 + [True] * 512, [0.0] * 128 + [-11.9] * 512, (-1.0) ** i, 1.0
+                )
+            )
         left -= 128 + 16 * 512
     for i in range(left // 512):
         ids = draw.choices(vocabulary, k=512)
-        samples.append(Sample(ids, [False] * 128 + [True] * 384, [0.0] * 128 + [-11.9] * 384, (-1.0) ** i, 1.0))
+        samples.append(
+            Sample(ids, [False] * 128 + [True] * 384, [0.0] * 128 + [-11.9] * 384, (-1.0) ** i, 1.0)
+        )
     assert len(trainer._split(samples)) == 1, "more than one micro-batch"
     trainer.step(Batch(number, samples))
 
@@ -113,7 +133,9 @@ def sft_step(trainer, tokens: int, number: int) -> None:
 def main() -> None:
     import torch
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[8704, 16896])
     args = parser.parse_args()

@@ -21,7 +21,9 @@ def question(task: str, rng: random.Random) -> tuple[str, str]:
     return f"{letter} in {word}", str(word.count(letter))
 
 
-def load_environment(task: str = "letters", n: int = 6000, num_eval: int = 1000, seed: int = 0) -> vf.Environment:
+def load_environment(
+    task: str = "letters", n: int = 6000, num_eval: int = 1000, seed: int = 0
+) -> vf.Environment:
     """task: letters, add or count; the reward is the share of characters in their place."""
     rng, rows = random.Random(seed), {}
     while len(rows) < n + num_eval:
@@ -31,13 +33,18 @@ def load_environment(task: str = "letters", n: int = 6000, num_eval: int = 1000,
 
     def right(completion: vf.Messages, answer: str, parser: vf.Parser) -> float:
         given = parser.parse_answer(completion) or ""
-        return sum(a == b for a, b in zip(given, answer, strict=False)) / max(len(given), len(answer))
+        return sum(a == b for a, b in zip(given, answer, strict=False)) / max(
+            len(given), len(answer)
+        )
 
     def exact(completion: vf.Messages, answer: str, parser: vf.Parser) -> float:
         return float(parser.parse_answer(completion) == answer)
 
     made = list(rows.values())
     return vf.SingleTurnEnv(
-        dataset=made[num_eval:], eval_dataset=made[:num_eval], system_prompt="Do it, in <answer> tags.", parser=parser,
+        dataset=made[num_eval:],
+        eval_dataset=made[:num_eval],
+        system_prompt="Do it, in <answer> tags.",
+        parser=parser,
         rubric=vf.Rubric(funcs=[right, exact], weights=[1.0, 0.0], parser=parser),
-    )  # fmt: skip
+    )

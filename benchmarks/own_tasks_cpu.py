@@ -19,7 +19,11 @@ from peer import ROOT, with_tasks
 
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "reverse_text_tiny")]
 BIN = Path(sys.executable).parent
-STARTS = {"add": (300, 1000), "count": (300, 800), "letters": (100, 300)}  # steps of SFT: weak, strong
+STARTS = {
+    "add": (300, 1000),
+    "count": (300, 800),
+    "letters": (100, 300),
+}  # steps of SFT: weak, strong
 STEPS = 600
 RL = (
     f"--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 "
@@ -33,7 +37,9 @@ SFT = (
 
 
 def run(*words: object) -> None:
-    subprocess.run([str(BIN / str(words[0])), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [str(BIN / str(words[0])), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL
+    )
 
 
 def rewards(weights: Path, task: str, out: Path, temperature: int) -> np.ndarray:
@@ -44,29 +50,68 @@ def rewards(weights: Path, task: str, out: Path, temperature: int) -> np.ndarray
     if not kept.is_file():
         with server(str(weights)) as url:
             printed = subprocess.run(
-                [BIN / "vf-eval", "own-tasks", "-m", weights, "-b", url, "-n", "1000", "-r", "1", "-c", "64",
-                 "-t", "16", "-T", str(temperature), "-s", "-a", json.dumps({"task": task})],
-                check=True, capture_output=True, text=True, cwd=out,
-            ).stdout  # fmt: skip
+                [
+                    BIN / "vf-eval",
+                    "own-tasks",
+                    "-m",
+                    weights,
+                    "-b",
+                    url,
+                    "-n",
+                    "1000",
+                    "-r",
+                    "1",
+                    "-c",
+                    "64",
+                    "-t",
+                    "16",
+                    "-T",
+                    str(temperature),
+                    "-s",
+                    "-a",
+                    json.dumps({"task": task}),
+                ],
+                check=True,
+                capture_output=True,
+                text=True,
+                cwd=out,
+            ).stdout
         saved = out / printed.rpartition("saved in ")[2].split()[0]
         rows = [json.loads(line) for line in (saved / "results.jsonl").open()]
-        kept.write_text(json.dumps([row["reward"] for row in sorted(rows, key=lambda row: row["example_id"])]))
+        kept.write_text(
+            json.dumps([row["reward"] for row in sorted(rows, key=lambda row: row["example_id"])])
+        )
     return np.array(json.loads(kept.read_text()))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "outputs" / "own_tasks")
     parser.add_argument("--only", choices=STARTS, help="one of the tasks")
     args = parser.parse_args()
     os.environ |= with_tasks()
     out, is_met = args.out.resolve(), True
-    print("task     SFT steps  seed  sampled: before  after    gain ± error  of what was left; greedily: the same")
+    print(
+        "task     SFT steps  seed  sampled: before  after    gain ± error  of what was left; greedily: the same"
+    )
     for task in [args.only] if args.only else STARTS:
         place, shown = out / task, json.dumps({"task": task})
         if not (place / "model").is_dir():
-            run("hone", "env", "data", "own-tasks", "-o", place / "sft.jsonl", "-n", 12000, "-a", shown)
+            run(
+                "hone",
+                "env",
+                "data",
+                "own-tasks",
+                "-o",
+                place / "sft.jsonl",
+                "-n",
+                12000,
+                "-a",
+                shown,
+            )
             run("hone", "env", "model", "own-tasks", "-o", place / "model", "-a", shown)
         for steps in STARTS[task]:
             for seed in range(args.seeds):
@@ -74,14 +119,27 @@ def main() -> None:
                 start, end = sft / "weights" / f"step_{steps}", rl / "weights" / f"step_{STEPS}"
                 common = ("--seed", seed, "--clean", "--output-dir")
                 if not start.is_dir():
-                    run("sft", "--model.name", place / "model", "--model.random-init", "--data.name",
-                        place / "sft.jsonl", "--max-steps", steps, *SFT, *common, sft)  # fmt: skip
+                    run(
+                        "sft",
+                        "--model.name",
+                        place / "model",
+                        "--model.random-init",
+                        "--data.name",
+                        place / "sft.jsonl",
+                        "--max-steps",
+                        steps,
+                        *SFT,
+                        *common,
+                        sft,
+                    )
                 if not end.is_dir():
                     env = json.dumps({"id": "own-tasks", "args": {"task": task}})
                     run("rl", "--model.name", start, "--orchestrator.env", env, *RL, *common, rl)
                 said = f"{task:8} {steps:9}  {seed:4}"
                 for temperature in (1, 0):
-                    before, after = (rewards(weights, task, out, temperature) for weights in (start, end))
+                    before, after = (
+                        rewards(weights, task, out, temperature) for weights in (start, end)
+                    )
                     gains, left = after - before, 1 - before.mean()
                     gain, error = gains.mean(), gains.std() / np.sqrt(len(gains))
                     share = gain / left if left > 0 else 0.0

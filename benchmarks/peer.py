@@ -35,7 +35,11 @@ def peer_python(name: str, *requirements: str) -> Path:
 @contextlib.contextmanager
 def beside(loops: int):
     """That many processes that want a core each."""
-    words = [sys.executable, "-c", "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"]
+    words = [
+        sys.executable,
+        "-c",
+        "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass",
+    ]
     busy = [subprocess.Popen(words) for _ in range(loops)]
     try:
         yield
@@ -63,7 +67,9 @@ def run_json(python: Path | str, program: Path, *arguments: object) -> dict:
 def with_tasks() -> dict[str, str]:
     """The environment of a command of Hone's that finds the tasks of this directory, as any_text.py."""
     return os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")]))
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])
+        )
     }
 
 
@@ -80,7 +86,9 @@ def median(values: list[float]) -> float:
 def machine() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
+    model = next(
+        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
+    )
     forced = f", {os.environ['HONE_CPU_ISA']} forced" if os.environ.get("HONE_CPU_ISA") else ""
     return f"{model or platform.processor()}, {os.cpu_count()} cores{forced}"
 
@@ -88,5 +96,8 @@ def machine() -> str:
 def finish(**figures: float | str) -> None:
     """The last line: ours_*, peer_*, ratio and the machine, as one line of JSON."""
     print(
-        json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()} | {"machine": machine()})
+        json.dumps(
+            {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+            | {"machine": machine()}
+        )
     )

@@ -32,13 +32,19 @@ SHARDED = 20  # steps with a trainer over two GPUs, whose gradients are sums of 
 def start(words: list, log: Path) -> subprocess.Popen:
     with log.open("a") as out:
         return subprocess.Popen(
-            [sys.executable, *map(str, words)], cwd=ROOT, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            [sys.executable, *map(str, words)],
+            cwd=ROOT,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 
 def ended(process: subprocess.Popen, log: Path) -> None:
     if process.wait():
-        raise SystemExit(f"{process.args[1:4]} ended with {process.returncode}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"{process.args[1:4]} ended with {process.returncode}:\n{log.read_text()[-3000:]}"
+        )
 
 
 def last_step(run: Path) -> int:
@@ -68,10 +74,14 @@ def plot(directory: Path) -> None:
         if (file := directory / f"{name}.jsonl").exists():
             rows = read_rows(file)
             values = [row["mismatch_kl/mean"] for row in rows]
-            axes.plot([row["step"] for row in rows], values, color=colour, label=label, linewidth=1.4)
+            axes.plot(
+                [row["step"] for row in rows], values, color=colour, label=label, linewidth=1.4
+            )
     axes.set_yscale("symlog", linthresh=1e-6)
     axes.set_ylim(-1e-7, None)
-    axes.set(title="Mismatch KL of sampler and trainer, before each update", xlabel="step", ylabel="nats")
+    axes.set(
+        title="Mismatch KL of sampler and trainer, before each update", xlabel="step", ylabel="nats"
+    )
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
@@ -79,12 +89,18 @@ def plot(directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*MODELS, "tiny"], default="Qwen3-0.6B")
-    parser.add_argument("--numerics", choices=["exact", "fast"], default="exact", help="fast: to try this on a CPU")
+    parser.add_argument(
+        "--numerics", choices=["exact", "fast"], default="exact", help="fast: to try this on a CPU"
+    )
     parser.add_argument("--warm-up", type=int, default=150, help="steps of SFT")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--interval", type=int, default=40, help="steps from a checkpoint to the next")
+    parser.add_argument(
+        "--interval", type=int, default=40, help="steps from a checkpoint to the next"
+    )
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument(
@@ -95,13 +111,22 @@ def main() -> None:
         help="beside the run that is left alone; digests of weights can be compared between calls",
     )
     parser.add_argument(
-        "--rollouts", type=int, default=1000, help="of the trained weights, whose logprobs are compared"
+        "--rollouts",
+        type=int,
+        default=1000,
+        help="of the trained weights, whose logprobs are compared",
     )
     parser.add_argument("--vllm", help="the Python of an environment that has vLLM")
-    parser.add_argument("--broadcast", choices=["nccl", "filesystem"], default="nccl", help="of weights to a server")
-    parser.add_argument("--expected", help="digest of the weights of a run that was left alone, to leave it out")
+    parser.add_argument(
+        "--broadcast", choices=["nccl", "filesystem"], default="nccl", help="of weights to a server"
+    )
+    parser.add_argument(
+        "--expected", help="digest of the weights of a run that was left alone, to leave it out"
+    )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--draw", type=Path, metavar="DIR", help="only draw the mismatch of the runs that DIR has")
+    parser.add_argument(
+        "--draw", type=Path, metavar="DIR", help="only draw the mismatch of the runs that DIR has"
+    )
     args = parser.parse_args()
     if args.draw:
         return plot(args.draw)
@@ -116,13 +141,33 @@ def main() -> None:
     figures: dict[str, float] = {}
 
     data = home / "sft.jsonl"
-    ended(start(["-m", "reverse_text", "--out", data, "-n", 8000, "--min-chars", 12, "--max-chars", 20], log), log)
+    ended(
+        start(
+            ["-m", "reverse_text", "--out", data, "-n", 8000, "--min-chars", 12, "--max-chars", 20],
+            log,
+        ),
+        log,
+    )
     began = time.perf_counter()
     words = [
-        "-m", "hone", "sft", "@", ROOT / "examples/reverse_text_tiny/sft.toml", "--model.name", model, "--data.name",
-        data, "--max-steps", args.warm_up, "--optim.lr", 1e-3, "--output-dir", home / "sft",
-        "--model.numerics", args.numerics,
-    ]  # fmt: skip
+        "-m",
+        "hone",
+        "sft",
+        "@",
+        ROOT / "examples/reverse_text_tiny/sft.toml",
+        "--model.name",
+        model,
+        "--data.name",
+        data,
+        "--max-steps",
+        args.warm_up,
+        "--optim.lr",
+        1e-3,
+        "--output-dir",
+        home / "sft",
+        "--model.numerics",
+        args.numerics,
+    ]
     ended(start(words, log), log)
     trained = home / "sft" / "weights" / f"step_{args.warm_up}"
     digest = weights(home / "sft", args.warm_up)
@@ -131,12 +176,34 @@ def main() -> None:
     def rl(name: str, numerics: str, *options: object, max_steps: int = args.steps) -> list:
         deployment = () if "--deployment" in options else ("--deployment", "colocated")
         return [
-            "-m", "hone", "rl", "@", ROOT / "examples/reverse_text_tiny/rl.toml", "--model.name", trained,
-            "--model.numerics", numerics, "--output-dir", home / name, "--orchestrator.batch-size", 128,
-            "--orchestrator.rollouts-per-example", 16, "--max-steps", max_steps, "--trainer.optim.lr", 2e-4,
-            "--ckpt.interval", args.interval, "--log-interval", 1, "--inference.kv-cache-gib", 16,
-            *deployment, *options,
-        ]  # fmt: skip
+            "-m",
+            "hone",
+            "rl",
+            "@",
+            ROOT / "examples/reverse_text_tiny/rl.toml",
+            "--model.name",
+            trained,
+            "--model.numerics",
+            numerics,
+            "--output-dir",
+            home / name,
+            "--orchestrator.batch-size",
+            128,
+            "--orchestrator.rollouts-per-example",
+            16,
+            "--max-steps",
+            max_steps,
+            "--trainer.optim.lr",
+            2e-4,
+            "--ckpt.interval",
+            args.interval,
+            "--log-interval",
+            1,
+            "--inference.kv-cache-gib",
+            16,
+            *deployment,
+            *options,
+        ]
 
     def whole(name: str, *words: object, max_steps: int = args.steps) -> float:
         began = time.perf_counter()
@@ -155,12 +222,26 @@ def main() -> None:
 
     for options in ((), ("--lora.rank", 16)) if args.numerics == "exact" and args.rollouts else ():
         words = [
-            "-m", "hone", "probe", "--model.name", trained, "--model.numerics", "exact", "--rollouts", args.rollouts,
+            "-m",
+            "hone",
+            "probe",
+            "--model.name",
+            trained,
+            "--model.numerics",
+            "exact",
+            "--rollouts",
+            args.rollouts,
             *options,
-        ]  # fmt: skip
-        done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+        ]
+        done = subprocess.run(
+            [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
+        )
         print(
-            "probe of the trained weights", *options, done.stdout.strip()[-300:], done.stderr.strip()[-300:], flush=True
+            "probe of the trained weights",
+            *options,
+            done.stdout.strip()[-300:],
+            done.stderr.strip()[-300:],
+            flush=True,
         )
     alone = args.expected
     if alone is None:
@@ -177,34 +258,58 @@ def main() -> None:
                 time.sleep(0.01)
             time.sleep(draw.random() * 0.2)
             if process.poll() is not None:
-                raise SystemExit(f"the run ended before it was killed at step {moment}:\n{log.read_text()[-3000:]}")
+                raise SystemExit(
+                    f"the run ended before it was killed at step {moment}:\n{log.read_text()[-3000:]}"
+                )
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         ended(start(rl("killed", args.numerics, "--resume", "auto"), log), log)
         figures["killed_s"] = time.perf_counter() - began
         found = weights(home / "killed", args.steps)
         figures["killed_same"] = float(found == alone)
-        print(f"killed at steps {moments}: {figures['killed_s']:.0f} s, weights {found}, same bits: {found == alone}")
+        print(
+            f"killed at steps {moments}: {figures['killed_s']:.0f} s, weights {found}, same bits: {found == alone}"
+        )
 
     ports: tuple = (
-        "--deployment", "processes", "--max-async-level", 0, "--inference.server.port", 0,
-        "--weight-broadcast.type", args.broadcast,
-    )  # fmt: skip
+        "--deployment",
+        "processes",
+        "--max-async-level",
+        0,
+        "--inference.server.port",
+        0,
+        "--weight-broadcast.type",
+        args.broadcast,
+    )
     if "processes" in args.runs:
         figures["processes_s"] = whole("processes", args.numerics, *ports)
         found = weights(home / "processes", args.steps)
         figures["processes_same"] = float(found == alone)
         print(f"processes at level 0: weights {found}, same bits: {found == alone}", flush=True)
     if "sharded" in args.runs:
-        shared = ("--trainer-gpu-ids", "[0, 1]", "--inference-gpu-ids", "[0]", "--weight-broadcast.type", "filesystem")
+        shared = (
+            "--trainer-gpu-ids",
+            "[0, 1]",
+            "--inference-gpu-ids",
+            "[0]",
+            "--weight-broadcast.type",
+            "filesystem",
+        )
         figures["sharded_s"] = whole("sharded", args.numerics, *ports, *shared, max_steps=SHARDED)
     if "fast" in args.runs and args.numerics == "exact":
         figures["fast_s"] = whole("fast", "fast")
     if "vllm" in args.runs:
         vllm = (
-            "--inference.backend", "vllm", "--inference.vllm-python", args.vllm, "--inference.enforce-eager", "true",
-        )  # fmt: skip
-        figures["vllm_s"] = whole("vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.3)
+            "--inference.backend",
+            "vllm",
+            "--inference.vllm-python",
+            args.vllm,
+            "--inference.enforce-eager",
+            "true",
+        )
+        figures["vllm_s"] = whole(
+            "vllm", "fast", *ports, *vllm, "--inference.gpu-memory-utilization", 0.3
+        )
     finish(**figures)
     return None
 

@@ -28,7 +28,11 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
     "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
     "8B 128 x (37+128)": ("Qwen3-8B", 128, 16, 37, 128),
 }
-LARGE = ("--trainer.optim.state-dtype", "bfloat16", "--trainer.activation-checkpointing")  # what 8B takes on one card
+LARGE = (
+    "--trainer.optim.state-dtype",
+    "bfloat16",
+    "--trainer.activation-checkpointing",
+)  # what 8B takes on one card
 OFFLOAD = ("--trainer.optim.offload", "--trainer.activation-checkpointing")
 LORA = ("--trainer.lora.rank", "16")
 LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")
@@ -40,32 +44,63 @@ def measure(name: str, steps: int, options: tuple[str, ...]) -> dict:
         home = Path(directory)
         write_shape(home / "model", model)
         characters = prompt - SYSTEM
-        env = {"id": "any_text", "args": {"texts": "generated", "min_chars": characters, "max_chars": characters}}
+        env = {
+            "id": "any_text",
+            "args": {"texts": "generated", "min_chars": characters, "max_chars": characters},
+        }
         words = [
-            "rl", "--model.name", home / "model", "--model.random-init", "--output-dir", home / "run",
-            "--orchestrator.env", json.dumps(env), "--orchestrator.batch-size", rollouts,
-            "--orchestrator.rollouts-per-example", group, "--orchestrator.sampling.max-tokens", completion,
-            "--orchestrator.no-drop-zero-signal", "--seq-len", prompt + completion, "--max-steps", steps,
-            "--log-interval", 1, *options,
-        ]  # fmt: skip
+            "rl",
+            "--model.name",
+            home / "model",
+            "--model.random-init",
+            "--output-dir",
+            home / "run",
+            "--orchestrator.env",
+            json.dumps(env),
+            "--orchestrator.batch-size",
+            rollouts,
+            "--orchestrator.rollouts-per-example",
+            group,
+            "--orchestrator.sampling.max-tokens",
+            completion,
+            "--orchestrator.no-drop-zero-signal",
+            "--seq-len",
+            prompt + completion,
+            "--max-steps",
+            steps,
+            "--log-interval",
+            1,
+            *options,
+        ]
         command = [sys.executable, "-m", "hone", *map(str, words)]
-        if code := subprocess.run(command, cwd=ROOT, env=with_tasks(), stdout=sys.stderr).returncode:
+        if code := subprocess.run(
+            command, cwd=ROOT, env=with_tasks(), stdout=sys.stderr
+        ).returncode:
             raise SystemExit(f"rl ended with {code}")
         rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").open()]
-    print({k: v for k, v in rows[-1].items() if k.split("/")[0] in ("time", "perf", "progress")}, file=sys.stderr)
+    print(
+        {k: v for k, v in rows[-1].items() if k.split("/")[0] in ("time", "perf", "progress")},
+        file=sys.stderr,
+    )
     measured = rows[2:]
     middle = lambda key: statistics.median(row[key] for row in measured)  # noqa: E731
     return {
-        "shape": name, "options": " ".join(options), "step_s": middle("time/step"),
-        "generate_s": middle("time/generate"), "train_s": middle("time/train"),
+        "shape": name,
+        "options": " ".join(options),
+        "step_s": middle("time/step"),
+        "generate_s": middle("time/generate"),
+        "train_s": middle("time/train"),
         "generated_tokens_per_s": rollouts * completion / middle("time/generate"),
         "first_step_s": rows[0]["time/step"],
-        "slowest_later_s": max(row["time/step"] for row in measured), "memory_gib": middle("perf/peak_memory"),
-    }  # fmt: skip
+        "slowest_later_s": max(row["time/step"] for row in measured),
+        "memory_gib": middle("perf/peak_memory"),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--limited", action="store_true")
@@ -74,7 +109,15 @@ def main() -> None:
     ways.add_argument("--offload", action="store_true")
     args = parser.parse_args()
     for name in args.shapes:
-        way = LORA if args.lora else OFFLOAD if args.offload else LARGE if name.startswith("8B") else ()
+        way = (
+            LORA
+            if args.lora
+            else OFFLOAD
+            if args.offload
+            else LARGE
+            if name.startswith("8B")
+            else ()
+        )
         finish(**measure(name, args.steps, (LIMITED if args.limited else ()) + way))
 
 

@@ -24,13 +24,32 @@ RUNTIME = ("torch==2.13.0", "trl==1.16.0", "transformers>=5,<6")
 
 def ours(model: Path) -> list[float]:
     with tempfile.TemporaryDirectory() as out:
-        environment = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 14, "max_chars": 14}}
+        environment = {
+            "id": "reverse-text",
+            "args": {"texts": "generated", "min_chars": 14, "max_chars": 14},
+        }
         words = [
-            Path(sys.executable).parent / "rl", "--model.name", model, "--max-steps", str(STEPS), "--seq-len", "64",
-            "--orchestrator.batch-size", "128", "--orchestrator.rollouts-per-example", "16",
-            "--orchestrator.sampling.max-tokens", "24", "--orchestrator.env", json.dumps(environment),
-            "--orchestrator.no-drop-zero-signal", "--trainer.optim.lr", "1e-6", "--output-dir", out,
-        ]  # fmt: skip
+            Path(sys.executable).parent / "rl",
+            "--model.name",
+            model,
+            "--max-steps",
+            str(STEPS),
+            "--seq-len",
+            "64",
+            "--orchestrator.batch-size",
+            "128",
+            "--orchestrator.rollouts-per-example",
+            "16",
+            "--orchestrator.sampling.max-tokens",
+            "24",
+            "--orchestrator.env",
+            json.dumps(environment),
+            "--orchestrator.no-drop-zero-signal",
+            "--trainer.optim.lr",
+            "1e-6",
+            "--output-dir",
+            out,
+        ]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
         rows = [json.loads(line) for line in (Path(out) / "metrics.jsonl").open()]
     assert min(row["completion_len/mean"] for row in rows) > 20, (

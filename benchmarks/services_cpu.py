@@ -20,12 +20,17 @@ from peer import ROOT, finish, last_weights, median
 
 BIN = Path(sys.executable).parent
 TINY = "examples/reverse_text_tiny"
-TRAINER, ORCHESTRATOR = ("--trainer", "@", f"{TINY}/rl/train.toml"), ("--orchestrator", "@", f"{TINY}/rl/orch.toml")
+TRAINER, ORCHESTRATOR = (
+    ("--trainer", "@", f"{TINY}/rl/train.toml"),
+    ("--orchestrator", "@", f"{TINY}/rl/orch.toml"),
+)
 INFERENCE = ("--inference", "@", f"{TINY}/rl/infer.toml", "--inference.server.port", "0")
 
 
 def run(*words: object) -> None:
-    subprocess.run([BIN / str(words[0]), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
+    subprocess.run(
+        [BIN / str(words[0]), *map(str, words[1:])], check=True, stdout=subprocess.DEVNULL, cwd=ROOT
+    )
 
 
 def rows(out: Path) -> list[dict]:
@@ -49,18 +54,45 @@ def start_up(words: list[object], out: Path) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         gaps, same = [], []
-        print(f"{'seed':>4} {'one process':>12} {'level 0':>9} {'level 1':>9}   final reward; seconds of RL")
+        print(
+            f"{'seed':>4} {'one process':>12} {'level 0':>9} {'level 1':>9}   final reward; seconds of RL"
+        )
         for seed in args.seeds:
             data, sft = home / f"sft_{seed}.jsonl", home / f"sft_{seed}"
-            run("python", "-m", "reverse_text", "--out", data, "-n", 16000, "--min-chars", 12, "--max-chars", 20,
-                "--seed", seed)  # fmt: skip
-            run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--seed", seed, "--output-dir", sft)
+            run(
+                "python",
+                "-m",
+                "reverse_text",
+                "--out",
+                data,
+                "-n",
+                16000,
+                "--min-chars",
+                12,
+                "--max-chars",
+                20,
+                "--seed",
+                seed,
+            )
+            run(
+                "sft",
+                "@",
+                f"{TINY}/sft.toml",
+                "--data.name",
+                data,
+                "--seed",
+                seed,
+                "--output-dir",
+                sft,
+            )
             shared = ("--model.name", last_weights(sft), "--seed", seed)
             outs, seconds = {}, {}
             for name, options in {
@@ -73,8 +105,12 @@ def main() -> None:
                 run("rl", *options, *shared, "--output-dir", outs[name])
                 seconds[name] = time.perf_counter() - start
             reward = {name: final_reward(out) for name, out in outs.items()}
-            weights = [last_weights(outs[name]) / "model.safetensors" for name in ("one", "level 0")]
-            rewards = [[row["reward/mean"] for row in rows(outs[name])] for name in ("one", "level 0")]
+            weights = [
+                last_weights(outs[name]) / "model.safetensors" for name in ("one", "level 0")
+            ]
+            rewards = [
+                [row["reward/mean"] for row in rows(outs[name])] for name in ("one", "level 0")
+            ]
             same.append(rewards[0] == rewards[1] and filecmp.cmp(*weights, shallow=False))
             gaps.append(abs(reward["level 1"] - reward["one"]))
             print(
@@ -87,15 +123,30 @@ def main() -> None:
         starts, overheads = [], []
         for number in range(3):
             out = home / f"cost_{number}"
-            words = [BIN / "rl", *TRAINER, *ORCHESTRATOR, *INFERENCE, *shared, *batch, "--output-dir", out]
+            words = [
+                BIN / "rl",
+                *TRAINER,
+                *ORCHESTRATOR,
+                *INFERENCE,
+                *shared,
+                *batch,
+                "--output-dir",
+                out,
+            ]
             starts.append(start_up(words, out))
-            overheads += [row["time/step"] - row["time/generate"] - row["time/train"] for row in rows(out)[5:]]
+            overheads += [
+                row["time/step"] - row["time/generate"] - row["time/train"] for row in rows(out)[5:]
+            ]
     print(f"largest gap in final reward, level 1 to one process: {max(gaps):.4f}")
-    print(f"start-up {median(starts):.1f} s, overhead of a step {median(overheads) * 1000:.0f} ms at 128 rollouts")
+    print(
+        f"start-up {median(starts):.1f} s, overhead of a step {median(overheads) * 1000:.0f} ms at 128 rollouts"
+    )
     finish(
-        ours_level_1_gap=max(gaps), ours_level_0_same=all(same), ours_start_up_seconds=median(starts),
+        ours_level_1_gap=max(gaps),
+        ours_level_0_same=all(same),
+        ours_start_up_seconds=median(starts),
         ours_overhead_seconds=median(overheads),
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

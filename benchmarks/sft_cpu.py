@@ -23,10 +23,26 @@ ROUNDS, STEPS, BATCH, WARMUP = 3, 33, 36, 3
 def ours(model: Path, data: Path) -> float:
     with tempfile.TemporaryDirectory() as out:
         words = [
-            Path(sys.executable).parent / "sft", "@", "examples/reverse_text_tiny/sft.toml", "--model.name", model,
-            "--model.no-random-init", "--data.name", data, "--data.pack", "stack", "--data.batch-size", str(BATCH),
-            "--data.no-shuffle", "--optim.type", "adamw", "--max-steps", str(STEPS), "--output-dir", out,
-        ]  # fmt: skip
+            Path(sys.executable).parent / "sft",
+            "@",
+            "examples/reverse_text_tiny/sft.toml",
+            "--model.name",
+            model,
+            "--model.no-random-init",
+            "--data.name",
+            data,
+            "--data.pack",
+            "stack",
+            "--data.batch-size",
+            str(BATCH),
+            "--data.no-shuffle",
+            "--optim.type",
+            "adamw",
+            "--max-steps",
+            str(STEPS),
+            "--output-dir",
+            out,
+        ]
         subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
         rows = [json.loads(line) for line in (Path(out) / "metrics_sft.jsonl").open()][WARMUP:]
     return median([row["progress/tokens"] / row["time/step"] for row in rows])
@@ -34,7 +50,9 @@ def ours(model: Path, data: Path) -> float:
 
 def theirs(python: Path, model: Path, data: Path, variant: str) -> float:
     result = run_json(python, PEER, "sft", model, data, BATCH, STEPS, variant)
-    return median([t / s for t, s in zip(result["tokens"], result["seconds"], strict=True)][WARMUP:])
+    return median(
+        [t / s for t, s in zip(result["tokens"], result["seconds"], strict=True)][WARMUP:]
+    )
 
 
 def main() -> None:

@@ -30,33 +30,61 @@ if TYPE_CHECKING:
     from hone.models.spec import ModelSpec
 
 _LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 5e5,
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
     "max_position_embeddings": 131072,
     "rope_scaling": {
-        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-}  # fmt: skip
+}
 MODELS = {
     "Qwen3-0.6B": QWEN3_06B,
     "Llama-3.2-1B": {
-        **QWEN3_06B, **_LLAMA, "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-        "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+        **QWEN3_06B,
+        **_LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
     },
     "Qwen3-1.7B": {**QWEN3_06B, "hidden_size": 2048, "intermediate_size": 6144},
     "Qwen3-4B": {
-        **QWEN3_06B, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        **QWEN3_06B,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
     },
     "Qwen2.5-7B": {
-        **QWEN3_06B, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "vocab_size": 152064,
-        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4,
-        "tie_word_embeddings": False, "max_position_embeddings": 32768,
+        **QWEN3_06B,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
     },
     "Qwen3-8B": {
-        **QWEN3_06B, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-        "num_attention_heads": 32, "tie_word_embeddings": False,
+        **QWEN3_06B,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
     },
-}  # fmt: skip
+}
 TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 Cell = tuple[int, int, int]  # batch, prompt, output
 KEPT_FREE = 6e9  # bytes beside weights and cache: activations of a prefill, graphs
@@ -67,13 +95,20 @@ def write_shape(directory: Path, name: str) -> None:
     directory.mkdir()
     for file in TINY.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
-    ends = {key: json.loads((TINY / "config.json").read_text())[key] for key in ("eos_token_id", "pad_token_id")}
+    ends = {
+        key: json.loads((TINY / "config.json").read_text())[key]
+        for key in ("eos_token_id", "pad_token_id")
+    }
     (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
 
 
-def limits(spec: "ModelSpec", batch: int, context: float, rate: float, flops: float) -> tuple[float, float]:
+def limits(
+    spec: "ModelSpec", batch: int, context: float, rate: float, flops: float
+) -> tuple[float, float]:
     """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
-    rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size  # of which few are read
+    rows = (
+        0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+    )  # of which few are read
     numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
     return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
 
@@ -84,7 +119,9 @@ def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> 
 
     vocabulary = range(1000, engine.model.spec.vocab_size)
     requests = [
-        GenerateRequest(draw.choices(vocabulary, k=prompt), Sampling(1.0, tokens, seed=i), frozenset())
+        GenerateRequest(
+            draw.choices(vocabulary, k=prompt), Sampling(1.0, tokens, seed=i), frozenset()
+        )
         for i in range(batch)
     ]
     engine.set_version(engine.version + 1)  # nothing is reused from the run before
@@ -97,7 +134,9 @@ def peer_timed(worker, batch: int, prompt: int, tokens: int) -> float:
     return worker.ask(workload=f"each_{batch}_{prompt}_{tokens}", logprobs=False)["seconds"]
 
 
-def first_and_whole(seconds: Callable[[int], float], output: int, rounds: int) -> tuple[float, float]:
+def first_and_whole(
+    seconds: Callable[[int], float], output: int, rounds: int
+) -> tuple[float, float]:
     """Medians of the seconds until the first of `output` tokens, and until the last."""
     for tokens in (output, 1):  # what is done for the first time takes longer
         seconds(tokens)
@@ -106,7 +145,9 @@ def first_and_whole(seconds: Callable[[int], float], output: int, rounds: int) -
     return first, whole
 
 
-def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int, rate: float) -> None:
+def measure(
+    name: str, prompt: int, output: int, batches: list[int], rounds: int, rate: float
+) -> None:
     """Prints a row for each batch."""
     import torch
 
@@ -120,7 +161,9 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
     fitting = [batch for batch in batches if batch <= most]
     if len(fitting) < len(batches):
         fitting.append(most // 8 * 8)
-    engine = Engine(model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30)
+    engine = Engine(
+        model, max_batch_size=max(fitting), max_model_len=prompt + output, kv_cache_gib=room / 2**30
+    )
     for batch in fitting:
         seconds = partial(timed, engine, random.Random(batch), batch, prompt)
         first, whole = first_and_whole(seconds, output, rounds)
@@ -128,10 +171,16 @@ def measure(name: str, prompt: int, output: int, batches: list[int], rounds: int
         by_bytes, by_flops = limits(spec, batch, prompt + output / 2, rate, flops)
         limit = max(by_bytes, by_flops)
         row = {
-            "model": name, "batch": batch, "lengths": f"{prompt}+{output}",
-            "tokens_per_s": batch * output / whole, "step_ms": step * 1e3, "limit_ms": limit * 1e3,
-            "of_limit": limit / step, "bound": "bytes" if by_bytes > by_flops else "flops", "first_token_s": first,
-        }  # fmt: skip
+            "model": name,
+            "batch": batch,
+            "lengths": f"{prompt}+{output}",
+            "tokens_per_s": batch * output / whole,
+            "step_ms": step * 1e3,
+            "limit_ms": limit * 1e3,
+            "of_limit": limit / step,
+            "bound": "bytes" if by_bytes > by_flops else "flops",
+            "first_token_s": first,
+        }
         print(json.dumps(row), flush=True)
 
 
@@ -141,7 +190,12 @@ def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell
 
     with tempfile.TemporaryDirectory(prefix="shapes_gpu") as home:
         write_shape(Path(home) / "model", name)
-        worker = Worker(python, "vllm", Path(home) / "model", max(prompt + output for _, prompt, output in cells))
+        worker = Worker(
+            python,
+            "vllm",
+            Path(home) / "model",
+            max(prompt + output for _, prompt, output in cells),
+        )
         steps = {}
         for batch, prompt, output in cells:
             seconds = partial(peer_timed, worker, batch, prompt)
@@ -154,7 +208,9 @@ def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell
 def main(words: list[str] | None = None) -> None:
     from generate_gpu import bandwidth
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--lengths", nargs="+", default=["64+128", "512+512", "4096+1024"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 128, 256])
@@ -168,26 +224,48 @@ def main(words: list[str] | None = None) -> None:
         return
     rate, figures = bandwidth(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
-    print("| model | lengths | batch | tokens/s | ms a step | limit | share |", "|---" * 7 + "|", sep="\n", flush=True)
+    print(
+        "| model | lengths | batch | tokens/s | ms a step | limit | share |",
+        "|---" * 7 + "|",
+        sep="\n",
+        flush=True,
+    )
     for name in options.models:
         ours: dict[Cell, float] = {}
         for length in options.lengths:
-            words = ["--models", name, "--lengths", length, "--rate", rate, "--rounds", options.rounds]
+            words = [
+                "--models",
+                name,
+                "--lengths",
+                length,
+                "--rate",
+                rate,
+                "--rounds",
+                options.rounds,
+            ]
             words = [sys.executable, __file__, *words, "--batches", *options.batches]
             process = subprocess.Popen(list(map(str, words)), stdout=subprocess.PIPE, text=True)
             for line in process.stdout:
                 row = json.loads(line)
-                print(f"| {name} | {length} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
-                      f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |", flush=True)  # fmt: skip
+                print(
+                    f"| {name} | {length} | {row['batch']} | {row['tokens_per_s']:,.0f} | {row['step_ms']:.2f} | "
+                    f"{row['limit_ms']:.2f} ({row['bound']}) | {row['of_limit']:.0%} |",
+                    flush=True,
+                )
                 figures[f"{name}_{length}_{row['batch']}"] = row["of_limit"]
                 ours[row["batch"], *map(int, length.split("+"))] = row["step_ms"] / 1e3
             if process.wait():
                 print(f"{name} {length}: ended with exit code {process.returncode}", flush=True)
-        for cell, seconds in (of_peer(options.vllm, name, list(ours), options.rounds) if options.vllm else {}).items():
+        for cell, seconds in (
+            of_peer(options.vllm, name, list(ours), options.rounds) if options.vllm else {}
+        ).items():
             batch, prompt, output = cell
             ratio = figures[f"{name}_{prompt}+{output}_{batch}_over_vllm"] = seconds / ours[cell]
-            print(f"| vLLM, {name} | {prompt}+{output} | {batch} | | {seconds * 1e3:.2f} | | ours {ratio:.2f} times as "
-                  "fast |", flush=True)  # fmt: skip
+            print(
+                f"| vLLM, {name} | {prompt}+{output} | {batch} | | {seconds * 1e3:.2f} | | ours {ratio:.2f} times as "
+                "fast |",
+                flush=True,
+            )
     finish(**figures)
 
 

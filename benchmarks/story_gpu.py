@@ -27,7 +27,9 @@ TEXTS = 256
 
 
 def run(*words: object) -> str:
-    done = subprocess.run([sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, capture_output=True, text=True
+    )
     if done.returncode:
         sys.exit(f"{' '.join(map(str, words))}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
     return done.stdout
@@ -37,9 +39,28 @@ def evaluate(model: Path, env: dict, tokens: int, *options: str) -> float:
     server = [sys.executable, "-m", "hone", "inference", "--model.name", str(model), *options]
     with running(server, "--port", str(model), {}) as (url, _):
         printed = run(
-            "-m", "hone", "vf-eval", env["id"], "-m", model, "-b", url, "-n", TEXTS, "-r", 1, "-c", TEXTS, "-t", tokens,
-            "-T", 1, "-a", json.dumps(env["args"]), "-s",
-        )  # fmt: skip
+            "-m",
+            "hone",
+            "vf-eval",
+            env["id"],
+            "-m",
+            model,
+            "-b",
+            url,
+            "-n",
+            TEXTS,
+            "-r",
+            1,
+            "-c",
+            TEXTS,
+            "-t",
+            tokens,
+            "-T",
+            1,
+            "-a",
+            json.dumps(env["args"]),
+            "-s",
+        )
     saved = ROOT / printed.rpartition("saved in ")[2].split()[0]
     return json.loads((saved / "metadata.json").read_text())["reward"]
 
@@ -64,30 +85,69 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
         found[f"{name}_s"], clock = now - clock, now
 
     run(ROOT / "examples/reverse_text_tiny/make_model.py", model, "--shape", args.shape)
-    run("-m", "reverse_text", "--out", data, "-n", args.texts, "--min-chars", low, "--max-chars", high, "--unreversed",
-        args.unreversed, *seeded)  # fmt: skip
+    run(
+        "-m",
+        "reverse_text",
+        "--out",
+        data,
+        "-n",
+        args.texts,
+        "--min-chars",
+        low,
+        "--max-chars",
+        high,
+        "--unreversed",
+        args.unreversed,
+        *seeded,
+    )
     stage("data")
     found["untrained"] = evaluate(model, env, tokens, "--model.random-init", "--seed", str(seed))
     stage("untrained")
     run(
-        "-m", "hone", "sft", "@", RECIPE / "sft.toml", "--model.name", model, "--data.name", data, "--output-dir",
-        home / "sft", "--max-steps", sft_steps, *seeded, *args.sft.split(),
-    )  # fmt: skip
+        "-m",
+        "hone",
+        "sft",
+        "@",
+        RECIPE / "sft.toml",
+        "--model.name",
+        model,
+        "--data.name",
+        data,
+        "--output-dir",
+        home / "sft",
+        "--max-steps",
+        sft_steps,
+        *seeded,
+        *args.sft.split(),
+    )
     stage("sft")
     weights = home / "sft" / "weights" / f"step_{sft_steps}"
     found["sft"] = evaluate(weights, env, tokens)
     stage("sft_eval")
     run(
-        "-m", "hone", "rl", "@", RECIPE / "rl.toml", "--model.name", weights, "--output-dir", home / "rl",
-        "--max-steps", rl_steps, *seeded, *tries,
-    )  # fmt: skip
+        "-m",
+        "hone",
+        "rl",
+        "@",
+        RECIPE / "rl.toml",
+        "--model.name",
+        weights,
+        "--output-dir",
+        home / "rl",
+        "--max-steps",
+        rl_steps,
+        *seeded,
+        *tries,
+    )
     stage("rl")
     found["rl"] = evaluate(home / "rl" / "weights" / f"step_{rl_steps}", env, tokens)
     stage("rl_eval")
     found["seconds"] = time.perf_counter() - begun
     rows = read_rows(home / "rl" / "metrics.jsonl")
     curve = [round(row["reward/mean"], 3) for row in rows]
-    parts = ", ".join(f"{name[:-2]} {value:.0f}" for name, value in found.items() if name.endswith("_s"))
+    parts = ", ".join(
+        f"{name[:-2]} {value:.0f}" for name, value in found.items() if name.endswith("_s")
+    )
     print(
         f"seed {seed}: untrained {found['untrained']:.3f}, after SFT {found['sft']:.3f}, after RL {found['rl']:.3f}; "
         f"{found['seconds']:.0f} s ({parts})\n  reward by RL step: {' '.join(map(str, curve))}",
@@ -100,17 +160,27 @@ def story(seed: int, args: argparse.Namespace) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--sft-steps", type=int, help="fewer than the recipe's, for a try")
     parser.add_argument("--rl-steps", type=int)
-    parser.add_argument("--sft-chars", type=int, nargs=2, default=[12, 20], help="lengths of its texts")
-    parser.add_argument("--rl-chars", type=int, nargs=2, help="other lengths than the recipe's, for a try")
-    parser.add_argument("--unreversed", type=float, default=0.55, help="share of the warm-up's answers that are not")
+    parser.add_argument(
+        "--sft-chars", type=int, nargs=2, default=[12, 20], help="lengths of its texts"
+    )
+    parser.add_argument(
+        "--rl-chars", type=int, nargs=2, help="other lengths than the recipe's, for a try"
+    )
+    parser.add_argument(
+        "--unreversed", type=float, default=0.55, help="share of the warm-up's answers that are not"
+    )
     parser.add_argument("--texts", type=int, default=16000, help="of the warm-up")
     parser.add_argument("--sft", default="", help="words for `sft`")
     parser.add_argument("--rl", default="", help="words for `rl`")
-    parser.add_argument("--shape", choices=["tiny", "0.6b"], default="0.6b", help="tiny: to try this on a CPU")
+    parser.add_argument(
+        "--shape", choices=["tiny", "0.6b"], default="0.6b", help="tiny: to try this on a CPU"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = [story(seed, args) for seed in args.seeds]

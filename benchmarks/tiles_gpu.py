@@ -4,7 +4,8 @@
 
 Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 1 to 16
 warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
-line is a try and the milliseconds of its step; the last name what was found, for `kernels/gpu/few_row_products.py`, `products.py`,
+line is a try and the milliseconds of its step; the last name what was found, for
+`kernels/gpu/few_row_products.py`, `products.py`,
 `sampling.py` and `decode_attention.py`, whose tests say whether it is right. Compiling takes a second a try.
 """
 
@@ -53,15 +54,20 @@ def main() -> None:
     from hone.engine.graphs import pad_rows
     from hone.kernels.gpu import decode_attention, few_row_products, products, sampling
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MODELS, default="Qwen3-0.6B")
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=120.0)
     args = parser.parse_args()
     own_product, own_held, own_blocks, own_head = (
-        products._product, few_row_products.held_tile, decode_attention.blocks_of, sampling.head_tile
-    )  # fmt: skip
+        products._product,
+        few_row_products.held_tile,
+        decode_attention.blocks_of,
+        sampling.head_tile,
+    )
     used: dict[str, Setting] = {}  # what stands in for the settings of each kernel, by its name
     of_product = ("rows", "columns", "inner", "stages", "lines", "warps")
     of_held = ("rows", "columns", "inner", "held", "ahead", "warps", "registers")
@@ -70,7 +76,9 @@ def main() -> None:
         "head": ("words", "inner", "stages", "warps"),
     }
 
-    def product(x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False) -> Any:
+    def product(
+        x: Any, weight: Any, bias: Any, tile: Any, splits: int = 1, is_swiglu: bool = False
+    ) -> Any:
         N, K = weight.shape
         name = f"{N} x {K}, {splits} parts" if splits > 1 else f"{N} x {K}"
         names.setdefault(name, of_product)
@@ -78,10 +86,14 @@ def main() -> None:
         divides(K, tile.BK)
         return own_product(x, weight, bias, tile, splits, is_swiglu)
 
-    def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> few_row_products.Held:
+    def held_tile(
+        rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool
+    ) -> few_row_products.Held:
         name = f"{columns * (1 + is_swiglu)} x {inner}, held"
         names.setdefault(name, of_held)
-        tile = few_row_products.Held(*used.setdefault(name, own_held(rows, columns, inner, is_swiglu, is_of_heads)))
+        tile = few_row_products.Held(
+            *used.setdefault(name, own_held(rows, columns, inner, is_swiglu, is_of_heads))
+        )
         divides(inner, tile.WARPS * tile.BK)
         return tile
 
@@ -95,7 +107,10 @@ def main() -> None:
         return setting
 
     engine = Engine(
-        our_model(MODELS[args.model]), max_batch_size=args.rows, max_model_len=args.length + 256, kv_cache_gib=8
+        our_model(MODELS[args.model]),
+        max_batch_size=args.rows,
+        max_model_len=args.length + 256,
+        kv_cache_gib=8,
     )
     # By the blocks in use, since those that are tried are alike for all lengths.
     graphs, rows = engine.graphs, pad_rows(args.rows)
@@ -126,7 +141,12 @@ def main() -> None:
                     best, moved = ms, True
                     break  # what is beside that comes in the next round
                 used[name] = before
-    print("\n".join(f"{name}: {dict(zip(names[name], setting, strict=True))}" for name, setting in used.items()))
+    print(
+        "\n".join(
+            f"{name}: {dict(zip(names[name], setting, strict=True))}"
+            for name, setting in used.items()
+        )
+    )
     finish(before_ms=first, after_ms=best, ratio=first / best)
 
 

@@ -22,18 +22,29 @@ RL, SFT = "rl, ours", "sft, ours, 2 x 32,768"
 FULL, LORA = "sft, ours, 2 x, recomputing", "sft, LoRA, 2 x, recomputing"
 SMALL, SMALL_LORA = "sft, ours, 16 x 4,096", "sft, LoRA, 16 x 4,096"
 OURS = {
-    RL: ("rl", "ours", 32_896), SFT: ("sft", "ours", 2), "sft, ours, 1 x 65,536": ("sft", "ours", 1),
-    "sft, LoRA, 2 x 32,768": ("sft", "ours", 2, "lora"), FULL: ("sft", "ours", 2, "recompute"),
-    LORA: ("sft", "ours", 2, "lora", "recompute"), SMALL: ("sft", "ours", 16), SMALL_LORA: ("sft", "ours", 16, "lora"),
-}  # fmt: skip
-GROUPS = [(512, 128), (128, 512)]  # prompt and completion; the prompt is computed once, or once a sequence
+    RL: ("rl", "ours", 32_896),
+    SFT: ("sft", "ours", 2),
+    "sft, ours, 1 x 65,536": ("sft", "ours", 1),
+    "sft, LoRA, 2 x 32,768": ("sft", "ours", 2, "lora"),
+    FULL: ("sft", "ours", 2, "recompute"),
+    LORA: ("sft", "ours", 2, "lora", "recompute"),
+    SMALL: ("sft", "ours", 16),
+    SMALL_LORA: ("sft", "ours", 16, "lora"),
+}
+GROUPS = [
+    (512, 128),
+    (128, 512),
+]  # prompt and completion; the prompt is computed once, or once a sequence
 for prompt, completion in GROUPS:
     words = ("groups", "ours", prompt, completion, 16)
     OURS[f"groups {prompt} + {completion}, shared"] = words
     OURS[f"groups {prompt} + {completion}, repeated"] = (*words, "repeated")
 EAGER, COMPILED = "rl, transformers", "rl, transformers, compiled"
 PEERS = {EAGER: ("rl", "hf"), COMPILED: ("rl", "hf_compiled")}
-TRL = {"sft, TRL, wrapped": ("sft", "trl", "sdpa", "wrapped"), "sft, TRL, bfd": ("sft", "trl", "sdpa", "bfd")}
+TRL = {
+    "sft, TRL, wrapped": ("sft", "trl", "sdpa", "wrapped"),
+    "sft, TRL, bfd": ("sft", "trl", "sdpa", "bfd"),
+}
 PARAMETERS, BYTES = 596e6, 4.17e12  # of the model; a second, of a large copy
 
 
@@ -49,7 +60,9 @@ def run(python: str, words: tuple) -> dict | None:
 
 def floor(tokens: int, flops: float, rate: float) -> dict[str, float]:
     """Seconds that a step cannot go below: arithmetic, the optimiser's bytes, activations read and written once."""
-    element_wise = 28 * tokens * 2 * (1024 * 24 + 4096 * 8 + 6144 * 9)  # norms, heads and SwiGLU, forward and back
+    element_wise = (
+        28 * tokens * 2 * (1024 * 24 + 4096 * 8 + 6144 * 9)
+    )  # norms, heads and SwiGLU, forward and back
     return {
         "products and attention": flops / rate,
         "optimiser": PARAMETERS * (2 + 3 * 8 + 2) / BYTES,
@@ -59,7 +72,9 @@ def floor(tokens: int, flops: float, rate: float) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--trl")
     parser.add_argument("--only", choices=["ours"])
     options = parser.parse_args()
@@ -74,7 +89,11 @@ def main() -> None:
         if result is None:
             continue
         found[name] = result
-        mfu = result["flops_per_second"] / result["matrix_rate"] if "matrix_rate" in result else float("nan")
+        mfu = (
+            result["flops_per_second"] / result["matrix_rate"]
+            if "matrix_rate" in result
+            else float("nan")
+        )
         print(
             f"{name:30} {result['tokens_per_second']:9,.0f} {result['step'] * 1e3:5.0f} ms {mfu:6.1%} "
             f"{result['memory_gib']:5.1f} GiB {result['first_step']:8.1f} s",
@@ -84,15 +103,21 @@ def main() -> None:
         result = found[name]
         laps = ", ".join(f"{lap} {1e3 * seconds:.0f}" for lap, seconds in result["laps"].items())
         tokens = result["tokens_per_second"] * result["step"]
-        parts = floor(int(tokens), result["flops_per_second"] * result["step"], result["matrix_rate"])
+        parts = floor(
+            int(tokens), result["flops_per_second"] * result["step"], result["matrix_rate"]
+        )
         floors = ", ".join(f"{part} {1e3 * seconds:.0f}" for part, seconds in parts.items())
         print(f"{name}: {laps} ms; floor {1e3 * sum(parts.values()):.0f} ms: {floors}")
-    best = max((found[name]["tokens_per_second"] for name in TRL if name in found), default=float("nan"))
+    best = max(
+        (found[name]["tokens_per_second"] for name in TRL if name in found), default=float("nan")
+    )
     finish(
         ours_rl=found[RL]["tokens_per_second"],
         ours_sft=found[SFT]["tokens_per_second"],
         ours_sft_mfu=found[SFT]["flops_per_second"] / found[SFT]["matrix_rate"],
-        peer_rl=max((found[n]["tokens_per_second"] for n in PEERS if n in found), default=float("nan")),
+        peer_rl=max(
+            (found[n]["tokens_per_second"] for n in PEERS if n in found), default=float("nan")
+        ),
         peer_sft=best,
         ratio=found[SFT]["tokens_per_second"] / best,
         lora_memory=found[LORA]["memory_gib"] / found[FULL]["memory_gib"],

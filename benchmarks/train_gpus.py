@@ -21,8 +21,11 @@ import training
 from peer import finish
 
 QWEN3_4B = training.QWEN3_06B | {
-    "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
-}  # fmt: skip
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+}
 ROW, ROWS = 4096, 4
 WARM_UP, STEPS, CURVE = 3, 8, 8
 
@@ -75,12 +78,15 @@ def worker(out: Path) -> None:
     torch.cuda.empty_cache()
     fixed = trainer(1, 1e-4)
     losses = [
-        fixed.train_step(step, 100, iter([rows(1000 + step % 2, ROWS)]))["loss/mean"] for step in range(1, CURVE + 1)
+        fixed.train_step(step, 100, iter([rows(1000 + step % 2, ROWS)]))["loss/mean"]
+        for step in range(1, CURVE + 1)
     ]
     if ranks.is_first:
         tokens = ROW * ROWS * ranks.count
         rate = tokens / statistics.median(times[WARM_UP:])
-        out.write_text(json.dumps({"tokens_per_second": rate, "losses": losses, "memory_gib": memory}))
+        out.write_text(
+            json.dumps({"tokens_per_second": rate, "losses": losses, "memory_gib": memory})
+        )
     ranks.leave_ranks()
 
 
@@ -91,12 +97,21 @@ def main() -> None:
     found = {}
     for count in counts:
         out = Path(tempfile.mkdtemp()) / "out.json"
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(count),
+        ]
         subprocess.run([*torchrun, __file__, str(out)], check=True)
         found[count] = json.loads(out.read_text())
         rate = found[count]["tokens_per_second"]
         share = rate / count / found[1]["tokens_per_second"]
-        worst = max(abs(a / b - 1) for a, b in zip(found[count]["losses"], found[1]["losses"], strict=True))
+        worst = max(
+            abs(a / b - 1) for a, b in zip(found[count]["losses"], found[1]["losses"], strict=True)
+        )
         losses = " ".join(f"{x:.4f}" for x in found[count]["losses"])
         print(
             f"{count} GPUs: {rate:,.0f} tokens/s, {share:.1%} of linear, "
@@ -104,9 +119,10 @@ def main() -> None:
         )
     most = counts[-1]
     finish(
-        gpus=most, ours=found[most]["tokens_per_second"],
+        gpus=most,
+        ours=found[most]["tokens_per_second"],
         linear=found[most]["tokens_per_second"] / most / found[1]["tokens_per_second"],
-    )  # fmt: skip
+    )
 
 
 if __name__ == "__main__":

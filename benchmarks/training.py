@@ -22,11 +22,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 QWEN3_06B = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "tie_word_embeddings": True,
-    "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "hidden_act": "silu", "attention_bias": False,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
 SEQUENCES, TARGETS, TOKENS = 128, 256, 65536
 WARM_UP, STEPS = 3, 10
 
@@ -92,11 +104,13 @@ def measure(step, tokens_of, flops_of, laps=None) -> dict:
     rates = [tokens / seconds for tokens, _, seconds in work[WARM_UP:]]
     used = [needed / seconds for _, needed, seconds in work[WARM_UP:]]
     result = {
-        "tokens_per_second": statistics.median(rates), "first_step": times[0],
+        "tokens_per_second": statistics.median(rates),
+        "first_step": times[0],
         "step": statistics.median(times[WARM_UP:]),
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30, "spread": (max(rates) - min(rates)) / max(rates),
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "spread": (max(rates) - min(rates)) / max(rates),
         "flops_per_second": statistics.median(used),
-    }  # fmt: skip
+    }
     if laps is not None:
         laps.is_on = True
         laps.clear()
@@ -121,22 +135,38 @@ def our_model(shape: dict = QWEN3_06B):
 
 
 def our_rl(micro_batch_tokens: int) -> dict:
-    return our_steps(sequences, TARGETS, micro_batch_tokens, flops([TARGETS] * SEQUENCES, SEQUENCES * TARGETS))
+    return our_steps(
+        sequences, TARGETS, micro_batch_tokens, flops([TARGETS] * SEQUENCES, SEQUENCES * TARGETS)
+    )
 
 
 def our_groups(prompt: int, completion: int, size: int, is_repeated: bool) -> dict:
     def groups(step: int) -> list[list[int]]:
         draw = random.Random(step)
         some = lambda n: draw.choices(range(1000, 150_000), k=n)  # noqa: E731
-        return [shared + some(completion) for _ in range(SEQUENCES // size) for shared in [some(prompt)] * size]
+        return [
+            shared + some(completion)
+            for _ in range(SEQUENCES // size)
+            for shared in [some(prompt)] * size
+        ]
 
     whole = flops([prompt + completion - 1] * SEQUENCES, completion * SEQUENCES)
     again = flops([prompt] * (SEQUENCES - SEQUENCES // size), 0)
-    return our_steps(groups, completion, 32_896, whole - (0 if is_repeated else again), shares_prompts=not is_repeated)
+    return our_steps(
+        groups,
+        completion,
+        32_896,
+        whole - (0 if is_repeated else again),
+        shares_prompts=not is_repeated,
+    )
 
 
 def our_steps(
-    sequences_of, targets: int, micro_batch_tokens: int, flops: float, shares_prompts: bool | None = None
+    sequences_of,
+    targets: int,
+    micro_batch_tokens: int,
+    flops: float,
+    shares_prompts: bool | None = None,
 ) -> dict:
     """Steps on sequences that end with so many targets each; `flops` that one needs."""
     from hone.config.rl_config import TrainerConfig
@@ -150,12 +180,22 @@ def our_steps(
     for i in range(1, WARM_UP + STEPS + 4):
         draw = random.Random(i)
         rows = [
-            Sample(x, [False] * (len(x) - targets) + [True] * targets, [-12.0] * len(x), draw.gauss(0, 1), 1.0)
+            Sample(
+                x,
+                [False] * (len(x) - targets) + [True] * targets,
+                [-12.0] * len(x),
+                draw.gauss(0, 1),
+                1.0,
+            )
             for x in sequences_of(i)
         ]
         batches[i] = Batch(i, rows)
-    tokens = sum(len(sample.ids) - 1 for sample in batches[1].samples)  # of each step: those that predict something
-    return measure(lambda i: trainer.step(batches[i]), lambda i: tokens, lambda i: flops, trainer.laps)
+    tokens = sum(
+        len(sample.ids) - 1 for sample in batches[1].samples
+    )  # of each step: those that predict something
+    return measure(
+        lambda i: trainer.step(batches[i]), lambda i: tokens, lambda i: flops, trainer.laps
+    )
 
 
 def our_sft(micro_batches: int, **options) -> dict:
@@ -172,7 +212,12 @@ def our_sft(micro_batches: int, **options) -> dict:
     from hone.trainer.ranks import Ranks
     from hone.trainer.sft.train import Trainer
 
-    data = {"fake": True, "seq_len": TOKENS // micro_batches, "batch_size": micro_batches, "micro_batch_size": 1}
+    data = {
+        "fake": True,
+        "seq_len": TOKENS // micro_batches,
+        "batch_size": micro_batches,
+        "micro_batch_size": 1,
+    }
     config = SFTConfig(model={"name": "random"}, data=data, **options)
     model = our_model()
     if config.lora:
@@ -180,7 +225,9 @@ def our_sft(micro_batches: int, **options) -> dict:
     optimizer = Optimizer(model, config.optim)
     run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
     loaded = Loaded(model, None, Path(), torch.bfloat16)
-    trainer = Trainer(config, loaded, optimizer, run, StepReport(logging.getLogger(), 0, 1), Ranks())
+    trainer = Trainer(
+        config, loaded, optimizer, run, StepReport(logging.getLogger(), 0, 1), Ranks()
+    )
 
     def rows(i: int) -> list:
         """Documents dealt to rows in turn; a row's tokens are its inputs, so each has a first token besides."""
@@ -190,7 +237,10 @@ def our_sft(micro_batches: int, **options) -> dict:
     steps = {i: rows(i) for i in range(1, WARM_UP + STEPS + 4)}
     work = {i: flops([len(x) for x in documents(i)], TOKENS) for i in steps}
     return measure(
-        lambda i: trainer.train_step(i, 1000, iter([steps[i]])), lambda i: TOKENS, work.__getitem__, trainer.laps
+        lambda i: trainer.train_step(i, 1000, iter([steps[i]])),
+        lambda i: TOKENS,
+        work.__getitem__,
+        trainer.laps,
     )
 
 
@@ -198,9 +248,13 @@ def hf_rl(compiled: bool) -> dict:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(**{k: v for k, v in QWEN3_06B.items() if k not in ("model_type", "architectures")})
+    config = Qwen3Config(
+        **{k: v for k, v in QWEN3_06B.items() if k not in ("model_type", "architectures")}
+    )
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        model = Qwen3ForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation="sdpa"
+        )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def loss_of(ids: torch.Tensor, advantage: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -213,7 +267,10 @@ def hf_rl(compiled: bool) -> dict:
     function = torch.compile(loss_of) if compiled else loss_of
 
     def step(i: int) -> None:
-        ids, advantage = torch.tensor(sequences(i), device="cuda"), torch.randn(SEQUENCES, device="cuda")
+        ids, advantage = (
+            torch.tensor(sequences(i), device="cuda"),
+            torch.randn(SEQUENCES, device="cuda"),
+        )
         function(ids, advantage, torch.full((SEQUENCES, TARGETS), -12.0, device="cuda")).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -230,18 +287,34 @@ def trl_sft(attention: str, strategy: str) -> dict:
     from trl import SFTConfig, SFTTrainer
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
-    config = Qwen3Config(**{k: v for k, v in QWEN3_06B.items() if k not in ("model_type", "architectures")})
+    config = Qwen3Config(
+        **{k: v for k, v in QWEN3_06B.items() if k not in ("model_type", "architectures")}
+    )
     with torch.device("cuda"):
-        model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        model = Qwen3ForCausalLM._from_config(
+            config, dtype=torch.bfloat16, attn_implementation=attention
+        )
     steps = WARM_UP + STEPS
     rows = [ids for i in range(1, steps + 4) for ids in documents(i)]
     width = 2048
     args = SFTConfig(
-        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=TOKENS // width, max_steps=steps, learning_rate=1e-6,
-        bf16=True, packing=True, packing_strategy=strategy, max_length=width, use_liger_kernel=True,
-        torch_compile=attention != "sdpa_eager", gradient_checkpointing=False, report_to="none", save_strategy="no",
-        logging_strategy="no", optim="adamw_torch_fused", dataset_num_proc=None,
-    )  # fmt: skip
+        output_dir=tempfile.mkdtemp(),
+        per_device_train_batch_size=TOKENS // width,
+        max_steps=steps,
+        learning_rate=1e-6,
+        bf16=True,
+        packing=True,
+        packing_strategy=strategy,
+        max_length=width,
+        use_liger_kernel=True,
+        torch_compile=attention != "sdpa_eager",
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        optim="adamw_torch_fused",
+        dataset_num_proc=None,
+    )
     seconds, tokens = [], []
 
     class Timer(TrainerCallback):
@@ -255,7 +328,9 @@ def trl_sft(attention: str, strategy: str) -> dict:
 
     class Counted(SFTTrainer):
         def compute_loss(self, model, inputs, *rest, **named):
-            tokens.append(inputs["input_ids"].numel())  # padding too, if there is any: to the peer's favour
+            tokens.append(
+                inputs["input_ids"].numel()
+            )  # padding too, if there is any: to the peer's favour
             return super().compute_loss(model, inputs, *rest, **named)
 
     from tokenizers import Tokenizer
@@ -270,14 +345,18 @@ def trl_sft(attention: str, strategy: str) -> dict:
         unk_token="<unk>",
     )
     data = Dataset.from_dict({"input_ids": rows})
-    trainer = Counted(model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[Timer()])
+    trainer = Counted(
+        model=model, args=args, train_dataset=data, processing_class=tokenizer, callbacks=[Timer()]
+    )
     trainer.train()
     rates = [n / t for n, t in zip(tokens[WARM_UP:], seconds[WARM_UP:], strict=True)]
     return {
-        "tokens_per_second": statistics.median(rates), "first_step": seconds[0],
+        "tokens_per_second": statistics.median(rates),
+        "first_step": seconds[0],
         "step": statistics.median(seconds[WARM_UP:]),
-        "memory_gib": torch.cuda.max_memory_allocated() / 2**30, "spread": (max(rates) - min(rates)) / max(rates),
-    }  # fmt: skip
+        "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "spread": (max(rates) - min(rates)) / max(rates),
+    }
 
 
 def main(work: str, trainer: str, *options: str) -> None:

@@ -21,17 +21,34 @@ VARIANTS = {  # name: (TRL's options, ours)
         {"loss_type": "grpo", "epsilon_high": 0.28},
         {"type": "ppo", "normalize": "sequences", "clip_high": 0.28},
     ),
-    "GRPO with KL": ({"loss_type": "grpo", "beta": 0.04}, {"type": "ppo", "normalize": "sequences", "kl_beta": 0.04}),
+    "GRPO with KL": (
+        {"loss_type": "grpo", "beta": 0.04},
+        {"type": "ppo", "normalize": "sequences", "kl_beta": 0.04},
+    ),
     "GSPO": (
-        {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.15},
-        {"type": "ppo", "normalize": "sequences", "ratio_type": "sequence", "clip_low": 0.1, "clip_high": 0.15},
+        {
+            "loss_type": "grpo",
+            "importance_sampling_level": "sequence",
+            "epsilon_low": 0.1,
+            "epsilon_high": 0.15,
+        },
+        {
+            "type": "ppo",
+            "normalize": "sequences",
+            "ratio_type": "sequence",
+            "clip_low": 0.1,
+            "clip_high": 0.15,
+        },
     ),
     "BNPO": ({"loss_type": "bnpo"}, {"type": "ppo"}),
     "DAPO": ({"loss_type": "dapo", "epsilon_high": 0.28}, {"type": "ppo", "clip_high": 0.28}),
-    "Dr. GRPO": ({"loss_type": "dr_grpo"}, {"type": "ppo", "normalize": "constant", "max_length": 12}),
+    "Dr. GRPO": (
+        {"loss_type": "dr_grpo"},
+        {"type": "ppo", "normalize": "constant", "max_length": 12},
+    ),
     "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.5}, {"type": "cispo", "ratio_cap": 1.5}),
     "TIS": ({"loss_type": "bnpo", "cap": 1.2}, {"type": "tis", "ratio_cap": 1.2}),
-}  # fmt: skip
+}
 
 
 def theirs(options: dict, logprobs, old, reference, advantages, mask):
@@ -39,24 +56,43 @@ def theirs(options: dict, logprobs, old, reference, advantages, mask):
     from trl import GRPOTrainer
 
     cap = options.get("cap")
-    settings = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high": 0.2, "beta": 0.0} | options
+    settings = {
+        "importance_sampling_level": "token",
+        "epsilon_low": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+    } | options
     trainer = MagicMock(**settings)
     for name, value in {
-        "aux_loss_enabled": False, "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None,
-        "use_vllm": cap is not None, "vllm_importance_sampling_correction": cap is not None,
-        "_entropy_bonus_enabled": False, "max_completion_length": 12, "current_gradient_accumulation_steps": 1,
-    }.items():  # fmt: skip
+        "aux_loss_enabled": False,
+        "top_entropy_quantile": 1.0,
+        "off_policy_mask_threshold": None,
+        "use_vllm": cap is not None,
+        "vllm_importance_sampling_correction": cap is not None,
+        "_entropy_bonus_enabled": False,
+        "max_completion_length": 12,
+        "current_gradient_accumulation_steps": 1,
+    }.items():
         setattr(trainer, name, value)
     trainer.args = SimpleNamespace(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
     trainer.accelerator.num_processes = 1
     trainer.accelerator.reduce = lambda x, reduction: x
     trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
-    trainer._get_per_token_logps_and_entropies.return_value = (logprobs, torch.zeros_like(logprobs), None)
+    trainer._get_per_token_logps_and_entropies.return_value = (
+        logprobs,
+        torch.zeros_like(logprobs),
+        None,
+    )
     ids = torch.zeros_like(mask, dtype=torch.int64)
     inputs = {
-        "prompt_ids": ids[:, :1], "prompt_mask": ids[:, :1] + 1, "completion_ids": ids, "completion_mask": mask,
-        "advantages": advantages, "ref_per_token_logps": reference, "num_items_in_batch": mask.sum(),
-    }  # fmt: skip
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": ids[:, :1] + 1,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": advantages,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }
     if cap is None:
         inputs["old_per_token_logps"] = old
     else:
@@ -73,8 +109,17 @@ def ours(options: dict, logprobs, old, reference, advantages, mask):
     config, is_token = LossConfig(**options), mask.bool()
     sequence = torch.arange(len(mask))[:, None].expand_as(mask)[is_token]
     weights = torch.tensor(token_weights(mask.sum(1).int().tolist(), config), dtype=logprobs.dtype)
-    given = (logprobs[is_token], old[is_token], advantages[sequence], sequence, weights[sequence], make_loss(config))
-    return policy_loss(*given, reference_logprobs_N=reference[is_token] if config.kl_beta else None).total
+    given = (
+        logprobs[is_token],
+        old[is_token],
+        advantages[sequence],
+        sequence,
+        weights[sequence],
+        make_loss(config),
+    )
+    return policy_loss(
+        *given, reference_logprobs_N=reference[is_token] if config.kl_beta else None
+    ).total
 
 
 def compare() -> None:
@@ -110,7 +155,10 @@ def main() -> None:
     results = json.loads(done.stdout.strip().splitlines()[-1])
     for name, (loss, gradient) in results.items():
         print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}")
-    finish(largest_difference=max(x for pair in results.values() for x in pair) * 1e12, unit="1e-12, relative")
+    finish(
+        largest_difference=max(x for pair in results.values() for x in pair) * 1e12,
+        unit="1e-12, relative",
+    )
 
 
 if __name__ == "__main__":

@@ -26,8 +26,12 @@ TEXT = {"texts": "generated", "min_chars": 30, "max_chars": 30}  # and 7 tokens 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gib", type=float, default=16.0, help="of the device's memory that the process may take")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--gib", type=float, default=16.0, help="of the device's memory that the process may take"
+    )
     parser.add_argument("--steps", type=int, default=100)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "benchmarks"))  # any_text
@@ -42,21 +46,35 @@ def main() -> None:
         model = load_model(shape, random_init=True, seed=0, dtype=torch.bfloat16, device="cpu")
         save_model(model, shape, Path("model"))
         del model
-        keys = given["trainer"]["args"] | {"max_steps": args.steps, "logging_steps": 10, "sample_steps": 0}
-        flags = given["inference"]["args"] | {"gpu_memory_utilization": round((args.gib - 1.0) * 2**30 / total, 3)}
-        trainer = hone.RLTrainer("model", "any_text", hone.RLConfig(**keys), env_args=TEXT, inference=flags)
+        keys = given["trainer"]["args"] | {
+            "max_steps": args.steps,
+            "logging_steps": 10,
+            "sample_steps": 0,
+        }
+        flags = given["inference"]["args"] | {
+            "gpu_memory_utilization": round((args.gib - 1.0) * 2**30 / total, 3)
+        }
+        trainer = hone.RLTrainer(
+            "model", "any_text", hone.RLConfig(**keys), env_args=TEXT, inference=flags
+        )
         start = time.perf_counter()
         rows = trainer.train()
         whole = time.perf_counter() - start
         free, _ = torch.cuda.mem_get_info()
         size = sum(file.stat().st_size for file in trainer.checkpoints[args.steps].iterdir())
     steps = sum(row["time/step"] for row in rows)
-    lengths = sum(row["completion_len/mean"] for row in rows) / len(rows)  # an end is one of 151,936 tokens
+    lengths = sum(row["completion_len/mean"] for row in rows) / len(
+        rows
+    )  # an end is one of 151,936 tokens
     assert lengths > 127, "completions ended early: not the work that is meant"
     finish(
-        steps_s=steps, startup_s=whole - steps, torch_gib=torch.cuda.max_memory_reserved() / 2**30,
-        device_gib=(total - free) / 2**30, allowed_gib=args.gib, checkpoint_mib=size / 2**20,
-    )  # fmt: skip
+        steps_s=steps,
+        startup_s=whole - steps,
+        torch_gib=torch.cuda.max_memory_reserved() / 2**30,
+        device_gib=(total - free) / 2**30,
+        allowed_gib=args.gib,
+        checkpoint_mib=size / 2**20,
+    )
 
 
 if __name__ == "__main__":

@@ -46,11 +46,15 @@ def seconds_of(words: list[str], place: str) -> float:
     before = os.times()
     subprocess.run(words, check=True, stdout=subprocess.DEVNULL, cwd=place)
     after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    return (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model")
     parser.add_argument("-n", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
@@ -67,14 +71,46 @@ def main() -> None:
             spent = {}
             for count in (50, args.n):
                 spent["vf-eval", count] = seconds_of(
-                    [str(BIN / "vf-eval"), "reverse-text", "-m", model, "-b", url, "-n", str(count), "-r", "1", "-c",
-                     str(AT_ONCE), "-t", "20", "-s", "-a", json.dumps(ENV)], place
-                )  # fmt: skip
-                words = [sys.executable, str(Path(__file__).resolve()), model, "--bare", url, "-n", str(count)]
+                    [
+                        str(BIN / "vf-eval"),
+                        "reverse-text",
+                        "-m",
+                        model,
+                        "-b",
+                        url,
+                        "-n",
+                        str(count),
+                        "-r",
+                        "1",
+                        "-c",
+                        str(AT_ONCE),
+                        "-t",
+                        "20",
+                        "-s",
+                        "-a",
+                        json.dumps(ENV),
+                    ],
+                    place,
+                )
+                words = [
+                    sys.executable,
+                    str(Path(__file__).resolve()),
+                    model,
+                    "--bare",
+                    url,
+                    "-n",
+                    str(count),
+                ]
                 spent["bare", count] = seconds_of(words, place)
-            each = {kind: (spent[kind, args.n] - spent[kind, 50]) / (args.n - 50) for kind in ("vf-eval", "bare")}
+            each = {
+                kind: (spent[kind, args.n] - spent[kind, 50]) / (args.n - 50)
+                for kind in ("vf-eval", "bare")
+            }
             costs.append(1000 * (each["vf-eval"] - each["bare"]))
-            print(f"vf-eval {1000 * each['vf-eval']:.2f} ms, bare {1000 * each['bare']:.2f} ms a rollout", flush=True)
+            print(
+                f"vf-eval {1000 * each['vf-eval']:.2f} ms, bare {1000 * each['bare']:.2f} ms a rollout",
+                flush=True,
+            )
         last = max(Path(place).glob("outputs/evals/*/*"), key=lambda path: path.stat().st_mtime)
         rows = [json.loads(line) for line in (last / "results.jsonl").open()]
         said = json.loads((last / "metadata.json").read_text())["reward"]
@@ -85,7 +121,16 @@ def main() -> None:
         answer = rest.partition("</reversed_text>")[0].strip() if "</reversed_text>" in rest else ""
         direct.append(SequenceMatcher(None, answer, row["answer"]).ratio())
     mean = sum(direct) / len(direct)
-    print(json.dumps({"ours_ms": round(median(costs), 3), "rollouts": args.n, "mean": said, "mean_directly": mean}))
+    print(
+        json.dumps(
+            {
+                "ours_ms": round(median(costs), 3),
+                "rollouts": args.n,
+                "mean": said,
+                "mean_directly": mean,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

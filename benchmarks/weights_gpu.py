@@ -21,29 +21,67 @@ from pathlib import Path
 from peer import ROOT, finish, median, with_tasks
 from shapes_gpu import MODELS, TINY, write_shape
 
-SLOW, TELLING = 1.5, ("time", "batch", "failures", "tokens", "completion_len")  # of a step; what is told of slow ones
+SLOW, TELLING = (
+    1.5,
+    ("time", "batch", "failures", "tokens", "completion_len"),
+)  # of a step; what is told of slow ones
 
 
 def metrics(model: Path, out: Path, steps: int, way: str, level: int) -> list[dict[str, float]]:
-    environment = {"id": "any-text", "args": {"texts": "generated", "min_chars": 30, "max_chars": 30}}
+    environment = {
+        "id": "any-text",
+        "args": {"texts": "generated", "min_chars": 30, "max_chars": 30},
+    }
     words = [
-        "rl", "--model.name", model, "--model.random-init", "true", "--max-steps", steps, "--seq-len", 165,
-        "--deployment", "processes", "--max-async-level", level, "--weight-broadcast.type", way, "--output-dir", out,
-        "--orchestrator.batch-size", 128, "--orchestrator.rollouts-per-example", 16,
-        "--orchestrator.sampling.max-tokens", 128, "--orchestrator.env", json.dumps(environment),
-        "--orchestrator.no-drop-zero-signal", "--trainer.optim.lr", 1e-5, "--log-interval", 1,
-    ]  # fmt: skip
+        "rl",
+        "--model.name",
+        model,
+        "--model.random-init",
+        "true",
+        "--max-steps",
+        steps,
+        "--seq-len",
+        165,
+        "--deployment",
+        "processes",
+        "--max-async-level",
+        level,
+        "--weight-broadcast.type",
+        way,
+        "--output-dir",
+        out,
+        "--orchestrator.batch-size",
+        128,
+        "--orchestrator.rollouts-per-example",
+        16,
+        "--orchestrator.sampling.max-tokens",
+        128,
+        "--orchestrator.env",
+        json.dumps(environment),
+        "--orchestrator.no-drop-zero-signal",
+        "--trainer.optim.lr",
+        1e-5,
+        "--log-interval",
+        1,
+    ]
     subprocess.run(
-        [sys.executable, "-m", "hone", *map(str, words)], check=True, stdout=subprocess.DEVNULL, cwd=ROOT,
+        [sys.executable, "-m", "hone", *map(str, words)],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
         env=with_tasks(),
-    )  # fmt: skip
+    )
     return [json.loads(line) for line in (out / "metrics.jsonl").open()]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*MODELS, "tiny"], default="Qwen3-0.6B")
-    parser.add_argument("--ways", nargs="+", choices=["filesystem", "nccl"], default=["filesystem", "nccl"])
+    parser.add_argument(
+        "--ways", nargs="+", choices=["filesystem", "nccl"], default=["filesystem", "nccl"]
+    )
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--level", type=int, default=0)
     options = parser.parse_args()
@@ -61,12 +99,19 @@ def main() -> None:
             first = ", ".join(f"{row['time/step']:.3f}" for row in every[:10])
             slowest = max(row["time/step"] for row in every[2:]) / found[f"ours_{way}_step"]
             found[f"ours_{way}_slowest"] = slowest
-            print(f"the first steps took {first} s, the slowest after the second {slowest:.2f} times the median")
+            print(
+                f"the first steps took {first} s, the slowest after the second {slowest:.2f} times the median"
+            )
             for row in every[2:]:
                 if row["time/step"] > SLOW * found[f"ours_{way}_step"]:
-                    told = {k: round(v, 4) for k, v in row.items() if v and k.split("/")[0] in TELLING}
+                    told = {
+                        k: round(v, 4) for k, v in row.items() if v and k.split("/")[0] in TELLING
+                    }
                     print(f"step {row['step']} took {row['time/step']:.3f} s: {told}", flush=True)
-            size, differs = rows[-1]["weights/bytes"], max(row["weights/canary_difference"] for row in rows)
+            size, differs = (
+                rows[-1]["weights/bytes"],
+                max(row["weights/canary_difference"] for row in rows),
+            )
             changed = sum(row["loss/mean"] != 0 for row in rows)
             print(
                 f"{way:10} published in {found[f'ours_{way}_publish_weights']:.3f} s, taken and proved in "
@@ -76,7 +121,8 @@ def main() -> None:
             )
     if len(options.ways) > 1:
         both = [
-            found[f"ours_{way}_publish_weights"] + found[f"ours_{way}_update_weights"] for way in ("filesystem", "nccl")
+            found[f"ours_{way}_publish_weights"] + found[f"ours_{way}_update_weights"]
+            for way in ("filesystem", "nccl")
         ]
         found["ratio"] = both[0] / both[1]
     finish(**found)

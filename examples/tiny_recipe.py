@@ -27,14 +27,35 @@ def evaluate(model: str, env: dict, settings: dict, place: list[str]) -> dict:
     """Rewards of every held-out example, sampled, and the metrics."""
     with server(model) as url:
         printed = run(
-            "vf-eval", env["id"], "-m", model, "-b", url, "-n", str(settings["examples"]), "-r",
-            str(settings.get("rollouts", 1)), "-c", "64", "-t", str(settings["max_tokens"]), "-T", "1", "-s",
-            "-a", json.dumps(env["args"]), *place,
-        )  # fmt: skip
+            "vf-eval",
+            env["id"],
+            "-m",
+            model,
+            "-b",
+            url,
+            "-n",
+            str(settings["examples"]),
+            "-r",
+            str(settings.get("rollouts", 1)),
+            "-c",
+            "64",
+            "-t",
+            str(settings["max_tokens"]),
+            "-T",
+            "1",
+            "-s",
+            "-a",
+            json.dumps(env["args"]),
+            *place,
+        )
     saved = ROOT / printed.rpartition("saved in ")[2].split()[0]
     metadata = json.loads((saved / "metadata.json").read_text())
     rows = [json.loads(line) for line in (saved / "results.jsonl").open()]
-    return {"rewards": [row["reward"] for row in rows], "metrics": metadata["metrics"], "folder": str(saved)}
+    return {
+        "rewards": [row["reward"] for row in rows],
+        "metrics": metadata["metrics"],
+        "folder": str(saved),
+    }
 
 
 def plot(rows: list[dict], metrics: list[str], file: Path) -> None:
@@ -57,7 +78,9 @@ def plot(rows: list[dict], metrics: list[str], file: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("recipe")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -67,7 +90,9 @@ def main() -> None:
     out = args.out or Path("outputs") / args.recipe / f"seed_{seed}"
     end_with_parent()
     os.environ["HONE_PARENT_PID"] = str(os.getpid())  # what is started here ends with this program
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / folder), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / folder), os.environ.get("PYTHONPATH", "")]
+    )
     shutil.rmtree(ROOT / out, ignore_errors=True)
     recipe = tomllib.loads((ROOT / folder / "recipe.toml").read_text())
     env = tomllib.loads((ROOT / folder / "rl.toml").read_text())["orchestrator"]["env"][0]
@@ -77,29 +102,54 @@ def main() -> None:
     run("hone", "env", "data", env["id"], "-o", data, "-n", str(recipe["data"]["examples"]), *shown)
     run("hone", "env", "model", env["id"], "-o", model, *shown)
     run(
-        "sft", "@", str(folder / "sft.toml"), "--model.name", model, "--model.random-init", "--data.name", data,
-        "--output-dir", str(out / "sft"), "--seed", seed,
-    )  # fmt: skip
+        "sft",
+        "@",
+        str(folder / "sft.toml"),
+        "--model.name",
+        model,
+        "--model.random-init",
+        "--data.name",
+        data,
+        "--output-dir",
+        str(out / "sft"),
+        "--seed",
+        seed,
+    )
     before_weights = last_weights(out / "sft")
     before = evaluate(before_weights, env, recipe["eval"], place)
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
     begun = time.perf_counter()
     run(
-        "rl", "@", str(folder / "rl.toml"), "--model.name", before_weights, "--output-dir", str(out / "rl"),
-        "--seed", seed, *steps,
-    )  # fmt: skip
+        "rl",
+        "@",
+        str(folder / "rl.toml"),
+        "--model.name",
+        before_weights,
+        "--output-dir",
+        str(out / "rl"),
+        "--seed",
+        seed,
+        *steps,
+    )
     rl_seconds = time.perf_counter() - begun
     after = evaluate(last_weights(out / "rl"), env, recipe["eval"], place)
     rows = [json.loads(line) for line in (ROOT / out / "rl/metrics.jsonl").open()]
-    plot(rows, [f"metrics/{env['id']}/{name}" for name in recipe["plot"]], ROOT / out / "curves.png")
+    plot(
+        rows, [f"metrics/{env['id']}/{name}" for name in recipe["plot"]], ROOT / out / "curves.png"
+    )
     gains = np.array(after["rewards"]) - np.array(before["rewards"])
     report = {
-        "recipe": args.recipe, "seed": args.seed, "before": float(np.mean(before["rewards"])),
-        "after": float(np.mean(after["rewards"])), "gain": float(gains.mean()),
-        "gain_error": float(gains.std() / np.sqrt(len(gains))), "metrics_before": before["metrics"],
-        "metrics_after": after["metrics"], "rl_seconds": round(rl_seconds, 1),
+        "recipe": args.recipe,
+        "seed": args.seed,
+        "before": float(np.mean(before["rewards"])),
+        "after": float(np.mean(after["rewards"])),
+        "gain": float(gains.mean()),
+        "gain_error": float(gains.std() / np.sqrt(len(gains))),
+        "metrics_before": before["metrics"],
+        "metrics_after": after["metrics"],
+        "rl_seconds": round(rl_seconds, 1),
         "seconds": round(time.perf_counter() - start, 1),
-    }  # fmt: skip
+    }
     (ROOT / out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     print(
         f"\n{args.recipe}, seed {seed}: reward {report['before']:.3f} after SFT, {report['after']:.3f} after RL; "

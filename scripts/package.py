@@ -17,14 +17,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 NEEDED = (
-    "hone/dashboard/assets/index.html", "hone/dashboard/assets/app.js", "hone/dashboard/assets/vendor/uplot.js",
-    "hone/launch/slurm.sh.jinja", "hone/launch/workspace/models/reverse-text-tiny-sft/model.safetensors",
-    "hone/launch/workspace/environments/wordle/pyproject.toml", "hone/launch/workspace/configs/vf-rl/wordle.toml",
-)  # fmt: skip
+    "hone/dashboard/assets/index.html",
+    "hone/dashboard/assets/app.js",
+    "hone/dashboard/assets/vendor/uplot.js",
+    "hone/launch/slurm.sh.jinja",
+    "hone/launch/workspace/models/reverse-text-tiny-sft/model.safetensors",
+    "hone/launch/workspace/environments/wordle/pyproject.toml",
+    "hone/launch/workspace/configs/vf-rl/wordle.toml",
+)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--uv", default="uv")
     parser.add_argument("--tag", default="", help="vX.Y.Z: of the version to build")
     args = parser.parse_args()
@@ -38,26 +44,52 @@ def main() -> int:
         source = ROOT
         if args.tag:
             source, version = Path(place), args.tag.removeprefix("v")
-            subprocess.run(["git", "checkout-index", "--all", f"--prefix={place}/"], cwd=ROOT, check=True)
+            subprocess.run(
+                ["git", "checkout-index", "--all", f"--prefix={place}/"], cwd=ROOT, check=True
+            )
             for file in (source / "pyproject.toml", source / "src" / "hone" / "__init__.py"):
                 line = r'^((?:__)?version(?:__)? = )".*"'
-                file.write_text(re.sub(line, rf'\g<1>"{version}"', file.read_text(), count=1, flags=re.MULTILINE))
-        subprocess.run([uv, "build", "--quiet", "--package", "hone-rl", "--out-dir", dist], cwd=source, check=True)
+                file.write_text(
+                    re.sub(
+                        line, rf'\g<1>"{version}"', file.read_text(), count=1, flags=re.MULTILINE
+                    )
+                )
+        subprocess.run(
+            [uv, "build", "--quiet", "--package", "hone-rl", "--out-dir", dist],
+            cwd=source,
+            check=True,
+        )
     (wheel,) = dist.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     missing = [name for name in NEEDED if name not in names]
-    strange = [name for name in names if not name.startswith(("hone/", f"hone_rl-{version}.dist-info/"))]
+    strange = [
+        name for name in names if not name.startswith(("hone/", f"hone_rl-{version}.dist-info/"))
+    ]
     if missing or strange:
         sys.exit(f"{wheel.name}: missing {missing}, out of place {strange}")
     with tempfile.TemporaryDirectory() as place:
         python = Path(place) / "bin" / "python"
         subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, place], check=True)
         subprocess.run([uv, "pip", "install", "--quiet", "--python", python, wheel], check=True)
-        for words in (["rl", "--help"], ["hone", "--help"], ["hone", "dashboard", "--help"], ["sft", "--help"]):
-            subprocess.run([python.parent / words[0], *words[1:]], check=True, stdout=subprocess.DEVNULL, cwd=place)
-        said = "import hone, importlib.metadata as m; assert hone.__version__ == m.version('hone-rl')"
+        for words in (
+            ["rl", "--help"],
+            ["hone", "--help"],
+            ["hone", "dashboard", "--help"],
+            ["sft", "--help"],
+        ):
+            subprocess.run(
+                [python.parent / words[0], *words[1:]],
+                check=True,
+                stdout=subprocess.DEVNULL,
+                cwd=place,
+            )
+        said = (
+            "import hone, importlib.metadata as m; assert hone.__version__ == m.version('hone-rl')"
+        )
         subprocess.run([python, "-c", said], check=True, cwd=place)
-    print(f"{wheel.name}: {len(names)} files, {wheel.stat().st_size / 2**20:.1f} MiB, its commands answer")
+    print(
+        f"{wheel.name}: {len(names)} files, {wheel.stat().st_size / 2**20:.1f} MiB, its commands answer"
+    )
     return 0
 
 

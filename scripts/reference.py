@@ -15,7 +15,12 @@ of `hone`.
 
 
 def reference_page() -> str:
-    parts = [HEAD, "## hone\n", entry("hone.RLTrainer", hone.RLTrainer), entry("hone.RLConfig", hone.RLConfig, False)]
+    parts = [
+        HEAD,
+        "## hone\n",
+        entry("hone.RLTrainer", hone.RLTrainer),
+        entry("hone.RLConfig", hone.RLConfig, False),
+    ]
     parts.append("## hone.environments\n")
     parts += [entry(f"vf.{name}", getattr(vf, name)) for name in sorted(vf.__all__)]
     return "\n".join(parts)
@@ -26,10 +31,18 @@ def entry(name: str, what: Any, with_signature: bool = True) -> str:
     said = [f"### `{name}`\n"]
     if with_signature and callable(what):
         said.append(f"```python\n{name.split('.')[-1]}{signature(what)}\n```\n")
-    own = inspect.getdoc(what) if inspect.isclass(what) or inspect.isroutine(what) else f"A type: `{what}`."
+    own = (
+        inspect.getdoc(what)
+        if inspect.isclass(what) or inspect.isroutine(what)
+        else f"A type: `{what}`."
+    )
     said.append(f"{own or ''}\n")
-    for method, function in inspect.getmembers(what, inspect.isroutine) if inspect.isclass(what) else []:
-        is_own = (getattr(function, "__module__", None) or "").startswith("hone") and method in vars(what)
+    for method, function in (
+        inspect.getmembers(what, inspect.isroutine) if inspect.isclass(what) else []
+    ):
+        is_own = (getattr(function, "__module__", None) or "").startswith(
+            "hone"
+        ) and method in vars(what)
         if is_own and not method.startswith("_") and function.__doc__:
             words = " ".join((inspect.getdoc(function) or "").split())
             said.append(f"**`{method}{signature(function)}`**: {words}\n")
@@ -45,7 +58,11 @@ def signature(what: Any) -> str:
     except (TypeError, ValueError):
         return "(…)"
     kept = [parameter for name, parameter in found.parameters.items() if name != "self"]
-    return str(found.replace(parameters=kept)).replace("hone.records.", "").replace("hone.environments.", "")
+    return (
+        str(found.replace(parameters=kept))
+        .replace("hone.records.", "")
+        .replace("hone.environments.", "")
+    )
 
 
 if __name__ == "__main__":

@@ -37,7 +37,11 @@ ROOT = Path(__file__).parents[1]
 HONE = [sys.executable, "-P", "-m", "hone"]
 TINY = "examples/reverse_text_tiny"
 GROUPS, ROLLOUTS = 4, 8
-ENVIRONMENT = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}, "workers": 1}
+ENVIRONMENT = {
+    "id": "reverse-text",
+    "args": {"texts": "generated", "min_chars": 4, "max_chars": 10},
+    "workers": 1,
+}
 PARTS = ("inference", "orchestrator", "trainer", "worker", "launcher")
 # When a part is killed, from the start or from the kill before, as shares of the time that a run left alone takes: now
 # in the start, now at work.
@@ -49,16 +53,48 @@ GPU = ("--model.numerics", "exact", "--deployment", "processes", "--inference.kv
 
 def command(out: Path, model: Path, options: argparse.Namespace) -> list[str]:
     words = [
-        *HONE, "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml",
-        "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, "--output-dir", out,
-        "--max-steps", options.steps,
-        "--seq-len", 32, "--orchestrator.batch-size", GROUPS * ROLLOUTS,
-        "--orchestrator.rollouts-per-example", ROLLOUTS, "--orchestrator.sampling.max-tokens", 16,
-        "--inference.server.port", 0, "--max-async-level", int(options.ahead),
-        "--orchestrator.env", json.dumps(ENVIRONMENT),
-        "--ckpt.interval", 1, "--ckpt.keep", 2, "--trainer.clean", "false", "--resume", "auto",
-        "--trainer.scheduler.type", "constant",
-    ]  # fmt: skip
+        *HONE,
+        "rl",
+        "--trainer",
+        "@",
+        f"{TINY}/rl/train.toml",
+        "--orchestrator",
+        "@",
+        f"{TINY}/rl/orch.toml",
+        "--inference",
+        "@",
+        f"{TINY}/rl/infer.toml",
+        "--model.name",
+        model,
+        "--output-dir",
+        out,
+        "--max-steps",
+        options.steps,
+        "--seq-len",
+        32,
+        "--orchestrator.batch-size",
+        GROUPS * ROLLOUTS,
+        "--orchestrator.rollouts-per-example",
+        ROLLOUTS,
+        "--orchestrator.sampling.max-tokens",
+        16,
+        "--inference.server.port",
+        0,
+        "--max-async-level",
+        int(options.ahead),
+        "--orchestrator.env",
+        json.dumps(ENVIRONMENT),
+        "--ckpt.interval",
+        1,
+        "--ckpt.keep",
+        2,
+        "--trainer.clean",
+        "false",
+        "--resume",
+        "auto",
+        "--trainer.scheduler.type",
+        "constant",
+    ]
     if options.vllm:
         words += ["--inference.backend", "vllm", "--inference.vllm-python", options.vllm]
         words += ["--inference.enforce-eager", "true"]
@@ -72,7 +108,10 @@ def vllm_of(server: int) -> int | None:
     """The vLLM that a server has started: the child of the one that keeps it."""
     alive = processes_now()
     keepers = {pid for pid, (parent, _) in alive.items() if parent == server}
-    return next((pid for pid, (parent, words) in alive.items() if parent in keepers and "--uds" in words), None)
+    return next(
+        (pid for pid, (parent, words) in alive.items() if parent in keepers and "--uds" in words),
+        None,
+    )
 
 
 def engines() -> set[int]:
@@ -103,7 +142,12 @@ def is_over(out: Path, steps: int) -> bool:
 
 
 def run(
-    out: Path, model: Path, options: argparse.Namespace, parts: list[str], draw: random.Random, seconds: float
+    out: Path,
+    model: Path,
+    options: argparse.Namespace,
+    parts: list[str],
+    draw: random.Random,
+    seconds: float,
 ) -> int:
     """Run to the end, killing these parts one after the other; return how many kills there were.
 
@@ -137,10 +181,15 @@ def run(
                 if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
                     done, seen = done + 1, newest(out)
-                    rest = 10.0 if {"inference"} >= set(parts) else 0.0  # five kills within a minute end a run
+                    rest = (
+                        10.0 if {"inference"} >= set(parts) else 0.0
+                    )  # five kills within a minute end a run
                     moment = time.monotonic() + rest + draw_pause()
         deadline = time.monotonic() + 120
-        while any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer")) or engines() - others:
+        while (
+            any(pid_of(other, out, 0) for other in ("inference", "orchestrator", "trainer"))
+            or engines() - others
+        ):
             if time.monotonic() > deadline:
                 raise SystemExit(f"{out}: something of an ended run lives on")
             time.sleep(0.05)
@@ -157,7 +206,9 @@ def groups_trained(out: Path, steps: int) -> Counter[int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=25, help="of each part")
     parser.add_argument("--steps", type=int, default=150, help="of a run")
     parser.add_argument("--seed", type=int, default=0)
@@ -171,12 +222,27 @@ def main() -> None:
         options.ahead, options.only = True, "inference"
     end_with_parent()
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
-    work, draw, steps = Path(tempfile.mkdtemp(prefix="chaos_")), random.Random(options.seed), options.steps
+    work, draw, steps = (
+        Path(tempfile.mkdtemp(prefix="chaos_")),
+        random.Random(options.seed),
+        options.steps,
+    )
     model, start = work / "model", time.perf_counter()
     data = work / "sft.jsonl"
     for words in (
         [sys.executable, "-m", "reverse_text", "--out", data, "-n", 2000],
-        [*HONE, "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--output-dir", work / "sft"],
+        [
+            *HONE,
+            "sft",
+            "@",
+            f"{TINY}/sft.toml",
+            "--data.name",
+            data,
+            "--max-steps",
+            60,
+            "--output-dir",
+            work / "sft",
+        ],
     ):
         subprocess.run(list(map(str, words)), cwd=ROOT, check=True, capture_output=True)
     (work / "sft" / "weights" / "step_60").rename(model)
@@ -189,7 +255,11 @@ def main() -> None:
     found = Counter(kills=0, runs=0, samples_lost=0, samples_doubled=0, differing_weights=0)
     wanted = [options.only] if options.only else PARTS[:4]
     lists = [[part] * options.kills for part in wanted]
-    for parts in [[part for turn in zip(*lists, strict=True) for part in turn]] if options.together else lists:
+    for parts in (
+        [[part for turn in zip(*lists, strict=True) for part in turn]]
+        if options.together
+        else lists
+    ):
         name, kills = parts[0] if len(set(parts)) == 1 else "all", 0
         while kills < len(parts):
             out = work / f"{name}_{kills}"
@@ -201,15 +271,25 @@ def main() -> None:
             weights = load_file(out / "weights" / f"step_{steps}" / "model.safetensors")
             found["kills"] += done
             found["runs"] += 1
-            progress = json.loads((out / "rollouts" / f"step_{steps}" / "progress.json").read_text())
+            progress = json.loads(
+                (out / "rollouts" / f"step_{steps}" / "progress.json").read_text()
+            )
             begun = {number for number, *_ in progress["untrained"]}
-            found["samples_lost"] += ROLLOUTS * len(set(range(progress["next"])) - set(groups) - begun)
+            found["samples_lost"] += ROLLOUTS * len(
+                set(range(progress["next"])) - set(groups) - begun
+            )
             found["samples_doubled"] += ROLLOUTS * sum(times - 1 for times in groups.values())
             if not options.ahead:
-                found["differing_weights"] += sum(not torch.equal(weights[name], expected[name]) for name in expected)
-            print(f"{name}: {done} kills in a run of {steps} steps; so far {dict(found)}", flush=True)
+                found["differing_weights"] += sum(
+                    not torch.equal(weights[name], expected[name]) for name in expected
+                )
+            print(
+                f"{name}: {done} kills in a run of {steps} steps; so far {dict(found)}", flush=True
+            )
     print(json.dumps({**found, "seconds": round(time.perf_counter() - start)}))
-    has_failed = any(found[name] for name in ("samples_lost", "samples_doubled", "differing_weights"))
+    has_failed = any(
+        found[name] for name in ("samples_lost", "samples_doubled", "differing_weights")
+    )
     if not has_failed:
         shutil.rmtree(work)
     sys.exit(has_failed)

@@ -41,7 +41,9 @@ def pytest_addoption(parser):
         default="all",
         help="main: unit tests and integration tests marked main_path (make test); rest: all others (make test-all)",
     )
-    parser.addoption("--order-seed", type=int, help="run tests in a random order, the same for each seed")
+    parser.addoption(
+        "--order-seed", type=int, help="run tests in a random order, the same for each seed"
+    )
 
 
 def is_in_main_tier(item):

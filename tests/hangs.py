@@ -18,7 +18,11 @@ def find_descendants(pid, processes):
     """
     found, last = [], [pid]
     while last:
-        last = [child for child, (parent, _) in processes.items() if parent in last and child not in found]
+        last = [
+            child
+            for child, (parent, _) in processes.items()
+            if parent in last and child not in found
+        ]
         found += last
     return found
 

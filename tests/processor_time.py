@@ -32,7 +32,9 @@ def read_processor_seconds():
     usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     path = _forked_path(os.environ)
     forked = struct.iter_unpack("d", path.read_bytes()) if path.exists() else []
-    return sum(seconds for (seconds,) in forked) + sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(seconds for (seconds,) in forked) + sum(
+        usage.ru_utime + usage.ru_stime for usage in usages
+    )
 
 
 def read_children_seconds():
@@ -51,7 +53,10 @@ class ProcessorTime:
     def write_report(self, path, stats):
         """Write counts of tests by result, reasons of skipped tests, and processor seconds as JSON."""
         results = ("passed", "failed", "error", "skipped")
-        skips = Counter(str(report.longrepr[-1]).removeprefix("Skipped: ") for report in stats.get("skipped", []))
+        skips = Counter(
+            str(report.longrepr[-1]).removeprefix("Skipped: ")
+            for report in stats.get("skipped", [])
+        )
         report = {
             "tests": {result: len(stats[result]) for result in results if stats.get(result)},
             "skips": dict(skips),
@@ -86,6 +91,8 @@ class ProcessorTime:
         terminalreporter.section("processor time by file")
         rows = sorted(self.by_file.items(), key=lambda row: -row[1][0])
         for name, (processor, wall, tests) in rows:
-            terminalreporter.write_line(f"{processor:8.1f} s  {wall:8.1f} s wall  {tests:4} tests  {name}")
+            terminalreporter.write_line(
+                f"{processor:8.1f} s  {wall:8.1f} s wall  {tests:4} tests  {name}"
+            )
         total = sum(row[0] for _, row in rows)
         terminalreporter.write_line(f"{total:8.1f} s of processor time in all")

@@ -30,7 +30,9 @@ PARALLEL = ["-n", "2"]
 NEWEST_PYTHON = "3.13"
 VERIFIERS_VERSIONS = ("0.1.14", "0.3.1")
 ISA_TESTS = ("tests/unit/test_kernels.py", "tests/unit/test_packed.py", "tests/unit/test_engine.py")
-ISA_INTEGRATION_TESTS = "on_policy_run or same_rewards or share_the_model or memory_to_memory or from_its_checkpoint"
+ISA_INTEGRATION_TESTS = (
+    "on_policy_run or same_rewards or share_the_model or memory_to_memory or from_its_checkpoint"
+)
 VLLM_OVERRIDES = """\
 torch==2.13.0
 torchaudio ; sys_platform == "never"
@@ -135,7 +137,9 @@ def find_newest_python() -> str:
 
 def list_narrower_isas() -> list[str]:
     words = [sys.executable, "-P", "-m", "hone.machine"]
-    return subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    return subprocess.run(
+        words, capture_output=True, text=True, check=True, cwd=ROOT
+    ).stdout.split()
 
 
 # ------------------------------------------------------------------------------ the suites
@@ -183,7 +187,9 @@ def run_verifiers(runner: Runner) -> None:
         home = ROOT / f".venv-verifiers-{version}"
         runner.install(home, f"verifiers=={version}")
         homes[f"VERIFIERS_{version.replace('.', '_')}"] = str(home)
-    runner.run(*PYTEST, *PARALLEL, "-m", "verifiers", "tests/integration/test_environments.py", **homes)
+    runner.run(
+        *PYTEST, *PARALLEL, "-m", "verifiers", "tests/integration/test_environments.py", **homes
+    )
 
 
 def run_vllm(runner: Runner) -> None:
@@ -252,23 +258,45 @@ class Suite:
 SUITES = (
     Suite("lint", "ruff, mypy, import contracts", run_lint),
     Suite("core", "unit tests, one integration test of each component", run_core),
-    Suite("rest", "all other integration tests: faults, chaos, pages, tutorial, algorithms", run_rest),
-    Suite("isas", "narrower instruction sets than the processor's", run_isas,
-          lambda: "" if list_narrower_isas() else "this processor has no narrower instruction set"),
-    Suite("newest", f"unit tests with Python {NEWEST_PYTHON}", run_newest,
-          lambda: "" if find_newest_python() else f"no Python {NEWEST_PYTHON} here"),
+    Suite(
+        "rest", "all other integration tests: faults, chaos, pages, tutorial, algorithms", run_rest
+    ),
+    Suite(
+        "isas",
+        "narrower instruction sets than the processor's",
+        run_isas,
+        lambda: "" if list_narrower_isas() else "this processor has no narrower instruction set",
+    ),
+    Suite(
+        "newest",
+        f"unit tests with Python {NEWEST_PYTHON}",
+        run_newest,
+        lambda: "" if find_newest_python() else f"no Python {NEWEST_PYTHON} here",
+    ),
     Suite("verifiers", "environments of two versions of the verifiers library", run_verifiers),
     Suite("vllm", "the sampler contract with a real vLLM on the CPU", run_vllm),
     Suite("node", "OpenAI's client for Node", run_node, lambda: lacks_program("npm")),
-    Suite("slurm", "jobs of a real Slurm, several nodes", run_slurm, lambda: lacks_program_and_debian("sbatch")),
-    Suite("helm", "the chart, rendered, and its pods as processes", run_helm, lambda: lacks_program("npm")),
+    Suite(
+        "slurm",
+        "jobs of a real Slurm, several nodes",
+        run_slurm,
+        lambda: lacks_program_and_debian("sbatch"),
+    ),
+    Suite(
+        "helm",
+        "the chart, rendered, and its pods as processes",
+        run_helm,
+        lambda: lacks_program("npm"),
+    ),
     Suite("browser", "the dashboard in a real Chromium", run_browser, lacks_chromium),
     Suite("targets", "GPU kernels compiled for cards from A100 to RTX 5090", run_targets),
     Suite("package", "the wheel, built and tried alone", run_package),
     Suite("site", "the documentation as a site, with strict links", run_site),
-)  # fmt: skip
+)
 SUITE_BY_NAME = {suite.name: suite for suite in SUITES}
-NEEDS_GPU = "gpu"  # the suite of `make test-gpu`, which runs with the Python of a machine that has one
+NEEDS_GPU = (
+    "gpu"  # the suite of `make test-gpu`, which runs with the Python of a machine that has one
+)
 
 
 def run_suite(suite: Suite) -> Outcome:
@@ -292,14 +320,22 @@ def format_outcome(name: str, outcome: Outcome) -> str:
         return f"{name:<10} not run: {outcome.reason}"
     tests = ", ".join(f"{count} {result}" for result, count in sorted(outcome.tests.items()))
     times = f"{outcome.seconds:6.0f} s"
-    processor = f", {outcome.processor_seconds:.0f} s of processor time" if outcome.processor_seconds else ""
+    processor = (
+        f", {outcome.processor_seconds:.0f} s of processor time"
+        if outcome.processor_seconds
+        else ""
+    )
     return f"{name:<10} {outcome.status:<7} {times}  {tests}{processor}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", metavar="SUITE", help=f"of {', '.join(SUITE_BY_NAME)}")
-    parser.add_argument("--after", nargs="*", default=[], metavar="SUITE", help="suites that have just run")
+    parser.add_argument(
+        "--after", nargs="*", default=[], metavar="SUITE", help="suites that have just run"
+    )
     parser.add_argument("--list", action="store_true", help="print the names of the suites")
     args = parser.parse_args()
     unknown = [name for name in (*args.names, *args.after) if name not in SUITE_BY_NAME]

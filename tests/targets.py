@@ -31,12 +31,18 @@ from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import RLTrainer
 
 CARDS = {  # by compute capability: one that has it, its multiprocessors, KiB of shared memory that a block can have
-    "8.0": ("A100", 108, 163), "8.6": ("RTX 3090", 82, 99), "8.9": ("RTX 4090", 128, 99), "9.0": ("H100", 132, 227),
-    "10.0": ("B200", 148, 227), "12.0": ("RTX 5090", 170, 99),
-}  # fmt: skip
+    "8.0": ("A100", 108, 163),
+    "8.6": ("RTX 3090", 82, 99),
+    "8.9": ("RTX 4090", 128, 99),
+    "9.0": ("H100", 132, 227),
+    "10.0": ("B200", 148, 227),
+    "12.0": ("RTX 5090", 170, 99),
+}
 SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, heads, key heads, size of a head
-    "0.6B": (1024, 3072, 16, 8, 128), "1B": (2048, 8192, 32, 8, 64), "8B": (4096, 12288, 32, 8, 128),
-}  # fmt: skip
+    "0.6B": (1024, 3072, 16, 8, 128),
+    "1B": (2048, 8192, 32, 8, 64),
+    "8B": (4096, 12288, 32, 8, 128),
+}
 
 
 class _Driver:
@@ -64,7 +70,11 @@ class _Nothing(TorchDispatchMode):
             return kwargs["out"].zero_()
         if name in ("mm", "addmm"):
             one, two, *rest = args[name == "addmm" :]
-            kind = rest[0] if rest and isinstance(rest[0], torch.dtype) else kwargs.get("out_dtype", one.dtype)
+            kind = (
+                rest[0]
+                if rest and isinstance(rest[0], torch.dtype)
+                else kwargs.get("out_dtype", one.dtype)
+            )
             return torch.zeros(one.shape[0], two.shape[1], dtype=kind)
         out = func(*args, **kwargs)
         return out.zero_() if name in ("empty", "empty_like", "empty_strided", "new_empty") else out
@@ -78,9 +88,17 @@ def pretend(capability: str) -> None:
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda: (major, minor)),
-        mock.patch("torch.cuda.get_device_properties", lambda: SimpleNamespace(multi_processor_count=processors)),
+        mock.patch(
+            "torch.cuda.get_device_properties",
+            lambda: SimpleNamespace(multi_processor_count=processors),
+        ),
     ):  # these remember what they have found
-        for asked in (gpu.has_dependent_launch, gpu.processors, gpu.shared_memory, gpu._copies_to_shared_memory):
+        for asked in (
+            gpu.has_dependent_launch,
+            gpu.processors,
+            gpu.shared_memory,
+            gpu._copies_to_shared_memory,
+        ):
             asked()
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     cache.PAGE["cpu"] = cache.PAGE["cuda"]

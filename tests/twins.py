@@ -25,7 +25,9 @@ def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     return x.new_zeros(rows, *x.shape[1:]).index_add(0, index, x)
 
 
-def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int, step: int) -> Tensor:
+def linear_parts(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits: int, step: int
+) -> Tensor:
     """Parts of the inner dimension of whole steps, the last ones a step longer where they cannot be alike."""
     steps = x_TI.shape[1] // step
     ends = [(split + 1) * steps // splits * step for split in range(splits - 1)]
@@ -36,7 +38,9 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, splits:
     return parts
 
 
-def few(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
+def few(
+    normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
+) -> Tensor:
     """In fp32 up to the result, as `kernels/gpu/few_row_products.py`."""
     x_TD = normed.scaled_TD.float()
     rstd_T1 = torch.rsqrt(normed.squares_TP.sum(dim=1, keepdim=True) / x_TD.shape[1] + normed.eps)
@@ -45,7 +49,12 @@ def few(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu:
 
 
 def few_onto(
-    residual_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, norm_O: Tensor | None, eps: float
+    residual_TO: Tensor,
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    norm_O: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, gpu.Scaled | None]:
     added_TO = F.linear(x_TI.float(), weight_OI.float(), None if bias_O is None else bias_O.float())
     total_TO = (residual_TO + added_TO).to(x_TI.dtype)
@@ -55,12 +64,16 @@ def few_onto(
     return total_TO, gpu.Scaled((total_TO * norm_O).to(x_TI.dtype), squares_T1, eps)
 
 
-def low_rank_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Any = None, b_OR: Any = None) -> Tensor:
+def low_rank_linear(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Any, a_RI: Any = None, b_OR: Any = None
+) -> Tensor:
     out_TO = F.linear(x_TI, weight_OI, bias_O)
     return out_TO if a_RI is None else out_TO + (x_TI @ a_RI.t()) @ b_OR.t()
 
 
-def norm_linear(x_TD: Tensor, delta_TD: Any, scale_D: Tensor, eps: float, *linear: Any) -> tuple[Tensor, Tensor]:
+def norm_linear(
+    x_TD: Tensor, delta_TD: Any, scale_D: Tensor, eps: float, *linear: Any
+) -> tuple[Tensor, Tensor]:
     total, normed = add_norm_reference(x_TD, delta_TD, scale_D, eps)
     return total, low_rank_linear(normed, *linear)
 
@@ -74,18 +87,31 @@ def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Seque
     for start, length, prefix, prefix_length in sequences.rows.tolist():
         own, before = slice(start, start + length), slice(prefix, prefix + prefix_length)
         k, v = (torch.cat([x[before], x[own]]).transpose(0, 1)[None] for x in (k_TKE, v_TKE))
-        sees = torch.ones(length, prefix_length + length, dtype=torch.bool, device=q_THE.device).tril(prefix_length)
+        sees = torch.ones(
+            length, prefix_length + length, dtype=torch.bool, device=q_THE.device
+        ).tril(prefix_length)
         gqa = q_THE.shape[1] != k_TKE.shape[1]
         q = q_THE[own].transpose(0, 1)[None]
-        outs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(0, 1))
+        outs.append(
+            F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)[0].transpose(
+                0, 1
+            )
+        )
         order.append(torch.arange(start, start + length, device=q_THE.device))
     return torch.cat(outs)[torch.cat(order).argsort()]
 
 
 def heads_attention(
-    qkv_TNE: Tensor, q_scale_E: Any, k_scale_E: Any, table: tuple[Tensor, Tensor], positions_T: Tensor,
-    sequences: Sequences, tiles: object, eps: float, H: int,
-) -> Tensor:  # fmt: skip
+    qkv_TNE: Tensor,
+    q_scale_E: Any,
+    k_scale_E: Any,
+    table: tuple[Tensor, Tensor],
+    positions_T: Tensor,
+    sequences: Sequences,
+    tiles: object,
+    eps: float,
+    H: int,
+) -> Tensor:
     cos, sin = (part[positions_T].unsqueeze(1) for part in table)
     if q_scale_E is None:
         K = (qkv_TNE.shape[1] - H) // 2
@@ -96,8 +122,12 @@ def heads_attention(
     return flat_attention(q, k, v, sequences).flatten(1)
 
 
-def head_logprobs(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, ...]:
+def head_logprobs(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, ...]:
     """All logits at once; both results have gradients."""
-    logprobs_NV = torch.log_softmax(at_least_fp32(hidden_ND @ weight_VD.t()) / temperature_N[:, None], dim=-1)
+    logprobs_NV = torch.log_softmax(
+        at_least_fp32(hidden_ND @ weight_VD.t()) / temperature_N[:, None], dim=-1
+    )
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N

@@ -68,39 +68,58 @@ def load_environment(
     if not 1 <= min_turns <= max_turns or not 1 <= min_names_per_turn <= max_names_per_turn:
         raise ValueError("alphabet-sort: 1 <= min <= max must hold of turns and of names_per_turn")
     if names not in ("shipped", "letters", "hub"):
-        raise ValueError(f'alphabet-sort: names must be "shipped", "letters" or "hub", found {names!r}')
+        raise ValueError(
+            f'alphabet-sort: names must be "shipped", "letters" or "hub", found {names!r}'
+        )
     if demonstrations not in ("sorted", "mixed"):
-        raise ValueError(f'alphabet-sort: demonstrations must be "sorted" or "mixed", found {demonstrations!r}')
+        raise ValueError(
+            f'alphabet-sort: demonstrations must be "sorted" or "mixed", found {demonstrations!r}'
+        )
     turns, per_turn = (min_turns, max_turns), (min_names_per_turn, max_names_per_turn)
     held_out = None
     if names == "hub":
         lists = hub_names(hf_dataset_path)
-        train = [row(random.Random(f"{seed} {i}"), each, turns, per_turn) for i, each in enumerate(lists)]
+        train = [
+            row(random.Random(f"{seed} {i}"), each, turns, per_turn) for i, each in enumerate(lists)
+        ]
     else:
         draws = [random.Random(f"{seed} {i}") for i in range(-num_eval_examples, num_examples)]
-        rows = [row(rng, drawn_names(rng, names, turns[1] * per_turn[1]), turns, per_turn) for rng in draws]
+        rows = [
+            row(rng, drawn_names(rng, names, turns[1] * per_turn[1]), turns, per_turn)
+            for rng in draws
+        ]
         held_out, train = rows[:num_eval_examples], rows[num_eval_examples:]
 
     def similarity(completion: Any, state: dict[str, Any]) -> float:
         power = similarity_power if power_per_turn else 1
         truths = state["info"]["ground_truths"]
         said = vf.Parser().get_assistant_messages(completion)
-        scores = [turn_score(message["content"] or "", truth, i) ** power for i, (message, truth) in
-                  enumerate(zip(said, truths, strict=False))]  # fmt: skip
+        scores = [
+            turn_score(message["content"] or "", truth, i) ** power
+            for i, (message, truth) in enumerate(zip(said, truths, strict=False))
+        ]
         mean = sum(scores) / len(truths)
         return mean if power_per_turn else mean**similarity_power
 
     def exact(completion: Any, state: dict[str, Any]) -> float:
         truths = state["info"]["ground_truths"]
-        said = [message["content"] or "" for message in vf.Parser().get_assistant_messages(completion)]
-        right = [turn_score(text, truth, i) == 1.0 for i, (text, truth) in enumerate(zip(said, truths, strict=False))]
+        said = [
+            message["content"] or "" for message in vf.Parser().get_assistant_messages(completion)
+        ]
+        right = [
+            turn_score(text, truth, i) == 1.0
+            for i, (text, truth) in enumerate(zip(said, truths, strict=False))
+        ]
         return float(all(right) and len(right) == len(truths))
 
     rubric = vf.Rubric(funcs=[similarity, exact], weights=[1.0, 0.0])
     return Sorting(
-        dataset=[one for one in train if one], eval_dataset=held_out and [one for one in held_out if one],
-        rubric=rubric, max_turns=max_turns, demonstrations=demonstrations,
-    )  # fmt: skip
+        dataset=[one for one in train if one],
+        eval_dataset=held_out and [one for one in held_out if one],
+        rubric=rubric,
+        max_turns=max_turns,
+        demonstrations=demonstrations,
+    )
 
 
 class Sorting(vf.MultiTurnEnv):
@@ -170,18 +189,30 @@ def row(
         if turn:
             follow_ups.append(text)
     info = {
-        "follow_ups": follow_ups, "ground_truths": truths, "turn_names": given, "num_turns": count,
+        "follow_ups": follow_ups,
+        "ground_truths": truths,
+        "turn_names": given,
+        "num_turns": count,
         "sort_by_first": not by,
-    }  # fmt: skip
-    return {"prompt": [{"role": "user", "content": asked}], "answer": "\n".join(truths[-1]), "info": info}
+    }
+    return {
+        "prompt": [{"role": "user", "content": asked}],
+        "answer": "\n".join(truths[-1]),
+        "info": info,
+    }
 
 
 def drawn_names(rng: random.Random, kind: str, count: int) -> list[str]:
     """Names of which no two have the first or the last part in common."""
     first, last = (FIRST, LAST) if kind == "shipped" else (ascii_uppercase, ascii_uppercase)
     if count > min(len(first), len(last)):
-        raise ValueError(f"alphabet-sort: there are {min(len(first), len(last))} names, {count} are asked for")
-    return ["".join(pair) for pair in zip(rng.sample(first, count), rng.sample(last, count), strict=True)]
+        raise ValueError(
+            f"alphabet-sort: there are {min(len(first), len(last))} names, {count} are asked for"
+        )
+    return [
+        "".join(pair)
+        for pair in zip(rng.sample(first, count), rng.sample(last, count), strict=True)
+    ]
 
 
 def hub_names(name: str) -> list[list[str]]:
@@ -189,7 +220,9 @@ def hub_names(name: str) -> list[list[str]]:
 
     try:
         rows = load_dataset(name, split="train")
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"alphabet-sort: the data set {name} cannot be loaded from the hub ({type(error).__name__}: {error}); "
             'offline, choose names = "shipped"'

@@ -48,16 +48,23 @@ def load_environment(
         rows = [problem(rng, operations, largest) for rng in draws]
         held_out, rows = rows[:num_eval_examples], rows[num_eval_examples:]
     else:
-        rows = hub_rows(dataset_name, dataset_subset, dataset_split) if problems == "hub" else file_rows(Path(problems))
+        rows = (
+            hub_rows(dataset_name, dataset_subset, dataset_split)
+            if problems == "hub"
+            else file_rows(Path(problems))
+        )
 
     def asked(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         start = f"{instruction_prompt}\n\n" if instruction_prompt else ""
         return [{"question": start + row["question"], "answer": str(row["answer"])} for row in rows]
 
     return MathPython(
-        sandboxes=Sandboxes(Limits(seconds=seconds, memory=memory_mb << 20), max_sessions), max_turns=max_turns,
-        dataset=asked(rows), eval_dataset=None if held_out is None else asked(held_out), rubric=vf.MathRubric(),
-    )  # fmt: skip
+        sandboxes=Sandboxes(Limits(seconds=seconds, memory=memory_mb << 20), max_sessions),
+        max_turns=max_turns,
+        dataset=asked(rows),
+        eval_dataset=None if held_out is None else asked(held_out),
+        rubric=vf.MathRubric(),
+    )
 
 
 class MathPython(vf.StatefulToolEnv):
@@ -77,7 +84,12 @@ class MathPython(vf.StatefulToolEnv):
         return await state["sandbox"].run(code)
 
     def update_tool_args(
-        self, tool_name: str, tool_args: dict[str, Any], messages: vf.Messages, state: vf.State, **_: Any
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: vf.Messages,
+        state: vf.State,
+        **_: Any,
     ) -> dict[str, Any]:
         return {**tool_args, "state": state}
 
@@ -90,7 +102,9 @@ class MathPython(vf.StatefulToolEnv):
     async def end_sessions(self) -> None:
         await self.sandboxes.close()
 
-    def demonstrate(self, messages: vf.Messages, example: vf.Example, rng: random.Random) -> vf.Message | str:
+    def demonstrate(
+        self, messages: vf.Messages, example: vf.Example, rng: random.Random
+    ) -> vf.Message | str:
         """Calculates what is asked by the tool, then says it. For generated problems."""
         if messages[-1]["role"] == "tool":
             return f"\\boxed{{{example.answer}}}"
@@ -109,12 +123,17 @@ def problem(rng: random.Random, operations: int, largest: int) -> dict[str, str]
     for _ in range(count):
         words += [rng.choice("+-*"), str(rng.randint(0, largest))]
     expression = " ".join(words)
-    return {"question": f"Calculate {expression}.", "answer": str(eval(expression))}  # of our own digits and signs
+    return {
+        "question": f"Calculate {expression}.",
+        "answer": str(eval(expression)),
+    }  # of our own digits and signs
 
 
 def file_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"math-python: problems must be 'generated', 'hub' or a .jsonl file, found {str(path)!r}")
+        raise ValueError(
+            f"math-python: problems must be 'generated', 'hub' or a .jsonl file, found {str(path)!r}"
+        )
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
@@ -123,7 +142,9 @@ def hub_rows(name: str, subset: str | None, split: str) -> list[dict[str, Any]]:
 
     try:
         return [dict(row) for row in load_dataset(name, subset, split=split)]
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"math-python: the data set {name} cannot be loaded from the hub ({type(error).__name__}: {error}); "
             'offline, choose problems = "generated"'

@@ -69,12 +69,18 @@ def row(text: str) -> dict[str, str]:
     return {"question": text, "answer": text[::-1]}
 
 
-def generate_texts(count: int, min_chars: int, max_chars: int, seed: int, held_out: bool) -> list[str]:
+def generate_texts(
+    count: int, min_chars: int, max_chars: int, seed: int, held_out: bool
+) -> list[str]:
     """Distinct random texts without spaces at their ends; whether one is held out follows from the text alone."""
     if not 1 <= min_chars <= max_chars:
-        raise ValueError(f"min_chars and max_chars must hold 1 <= min <= max, found {min_chars} and {max_chars}")
+        raise ValueError(
+            f"min_chars and max_chars must hold 1 <= min <= max, found {min_chars} and {max_chars}"
+        )
     if count > 26**max_chars // (2 * HELD_OUT):
-        raise ValueError(f"there are no {count} distinct texts of up to {max_chars} characters to tell apart")
+        raise ValueError(
+            f"there are no {count} distinct texts of up to {max_chars} characters to tell apart"
+        )
     rng = random.Random(f"{seed} {held_out}")
     texts: dict[str, None] = {}
     while len(texts) < count:
@@ -86,7 +92,9 @@ def generate_texts(count: int, min_chars: int, max_chars: int, seed: int, held_o
 
 def file_texts(path: Path) -> list[str]:
     if not path.is_file():
-        raise ValueError(f"reverse-text: texts must be 'hub', 'generated' or a file, found {str(path)!r}")
+        raise ValueError(
+            f"reverse-text: texts must be 'hub', 'generated' or a file, found {str(path)!r}"
+        )
     lines = [line for line in path.read_text().splitlines() if line]
     if path.suffix != ".jsonl":
         return lines
@@ -101,7 +109,9 @@ def hub_texts(name: str, split: str) -> list[str]:
 
     try:
         return list(load_dataset(name, split=split)["prompt"])
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"reverse-text: the data set {name} cannot be loaded from the hub ({type(error).__name__}: {error}); "
             'offline, choose other texts by the argument `texts` of the environment: "generated", or a local file'
@@ -109,19 +119,32 @@ def hub_texts(name: str, split: str) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m reverse_text", description="Write generated texts as SFT data.")
-    parser.add_argument("--out", type=Path, required=True, help="JSONL file with a `messages` column")
+    parser = argparse.ArgumentParser(
+        prog="python -m reverse_text", description="Write generated texts as SFT data."
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="JSONL file with a `messages` column"
+    )
     parser.add_argument("-n", "--num-examples", type=int, default=1000)
     parser.add_argument("--min-chars", type=int, default=16)
     parser.add_argument("--max-chars", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", action="store_true", help="texts that training data never contains")
-    parser.add_argument("--unreversed", type=float, default=0.0, help="share of answers that leave the text as it is")
+    parser.add_argument(
+        "--held-out", action="store_true", help="texts that training data never contains"
+    )
+    parser.add_argument(
+        "--unreversed",
+        type=float,
+        default=0.0,
+        help="share of answers that leave the text as it is",
+    )
     args = parser.parse_args()
     if not 0 <= args.unreversed <= 1:
         parser.error(f"--unreversed must be from 0 to 1, found {args.unreversed}")
     rng = random.Random(f"{args.seed} unreversed")
-    texts = generate_texts(args.num_examples, args.min_chars, args.max_chars, args.seed, args.held_out)
+    texts = generate_texts(
+        args.num_examples, args.min_chars, args.max_chars, args.seed, args.held_out
+    )
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w") as file:
         for text in texts:

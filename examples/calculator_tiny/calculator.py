@@ -24,9 +24,12 @@ def calculate(expression: str) -> str:
 
 
 def load_environment(
-    largest: int = 99, num_examples: int = 2000, num_eval_examples: int = 200, share_of_calls: float = 1.0,
+    largest: int = 99,
+    num_examples: int = 2000,
+    num_eval_examples: int = 200,
+    share_of_calls: float = 1.0,
     seed: int = 0,
-) -> vf.Environment:  # fmt: skip
+) -> vf.Environment:
     """largest: of the numbers. share_of_calls: how often demonstrations use the tool; the others guess a number."""
     rng = random.Random(seed)
     every = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
@@ -38,10 +41,15 @@ def load_environment(
         return float(parser.parse_answer(completion) == answer)
 
     return Calculator(
-        share_of_calls=share_of_calls, dataset=rows[num_eval_examples:], eval_dataset=rows[:num_eval_examples],
-        system_prompt=SYSTEM_PROMPT, parser=parser, rubric=vf.Rubric(funcs=[right], parser=parser), tools=[calculate],
+        share_of_calls=share_of_calls,
+        dataset=rows[num_eval_examples:],
+        eval_dataset=rows[:num_eval_examples],
+        system_prompt=SYSTEM_PROMPT,
+        parser=parser,
+        rubric=vf.Rubric(funcs=[right], parser=parser),
+        tools=[calculate],
         max_turns=3,
-    )  # fmt: skip
+    )
 
 
 class Calculator(vf.ToolEnv):
@@ -49,7 +57,9 @@ class Calculator(vf.ToolEnv):
         super().__init__(**others)
         self.share_of_calls = share_of_calls
 
-    def demonstrate(self, messages: vf.Messages, example: vf.Example, rng: random.Random) -> vf.Message | str:
+    def demonstrate(
+        self, messages: vf.Messages, example: vf.Example, rng: random.Random
+    ) -> vf.Message | str:
         if messages[-1]["role"] == "tool":
             return f"<answer>{messages[-1]['content']}</answer>"
         if rng.random() >= self.share_of_calls:

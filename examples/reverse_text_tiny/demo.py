@@ -34,14 +34,21 @@ EXPECTED = {"base": (0.0, 0.0), "sft": (0.0, 0.33), "rl": (0.94, 1.0)}
 
 
 def show(command: list[str], background: bool = False) -> None:
-    print(f"\n$ uv run {' '.join(shlex.quote(word) for word in command)}{' &' if background else ''}", flush=True)
+    print(
+        f"\n$ uv run {' '.join(shlex.quote(word) for word in command)}{' &' if background else ''}",
+        flush=True,
+    )
 
 
 def run(*command: str) -> str:
     """Runs a command of the environment, shows it and what it prints, and returns that."""
     show(list(command))
     process = subprocess.Popen(
-        [BIN / command[0], *command[1:]], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+        [BIN / command[0], *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
     )
     lines = []
     for line in process.stdout:
@@ -60,7 +67,9 @@ def server(model: str, *options: str):
         port = sock.getsockname()[1]
     command = ["inference", "--model.name", model, *options, "--server.port", str(port)]
     show(command, background=True)
-    process = subprocess.Popen([BIN / command[0], *command[1:]], stdout=subprocess.DEVNULL, cwd=ROOT)
+    process = subprocess.Popen(
+        [BIN / command[0], *command[1:]], stdout=subprocess.DEVNULL, cwd=ROOT
+    )
     try:
         deadline = time.monotonic() + 120
         while True:
@@ -83,13 +92,34 @@ def evaluate(model: str, *options: str) -> dict:
     with server(model, *options) as url:
         for name, temperature in (("sampled", "1"), ("greedy", "0")):
             printed = run(
-                "vf-eval", "reverse-text", "-m", model, "-b", url, "-n", str(EVAL_PROMPTS), "-r", "1", "-c", "64",
-                "-t", "32", "-T", temperature, "-a", json.dumps(RL_TEXTS), "-s",
-            )  # fmt: skip
+                "vf-eval",
+                "reverse-text",
+                "-m",
+                model,
+                "-b",
+                url,
+                "-n",
+                str(EVAL_PROMPTS),
+                "-r",
+                "1",
+                "-c",
+                "64",
+                "-t",
+                "32",
+                "-T",
+                temperature,
+                "-a",
+                json.dumps(RL_TEXTS),
+                "-s",
+            )
             saved = ROOT / re.search(r"saved in (\S+)", printed).group(1)
             metadata = json.loads((saved / "metadata.json").read_text())
             rows = [json.loads(line) for line in (saved / "results.jsonl").open()]
-            result[name] = {"reward": metadata["reward"], "exact": metadata["metrics"]["exact_match"], "rows": rows}
+            result[name] = {
+                "reward": metadata["reward"],
+                "exact": metadata["metrics"]["exact_match"],
+                "rows": rows,
+            }
     return result
 
 
@@ -103,13 +133,28 @@ def plot(sft: Path, rl: Path, file: Path) -> None:
     step, column = [r["step"] for r in rl_rows], lambda name: [r[name] for r in rl_rows]
     figure, axes = plt.subplots(2, 2, figsize=(10, 6), constrained_layout=True)
     (top_left, top_right), (bottom_left, bottom_right) = axes
-    top_left.plot([r["step"] for r in sft_rows], [r["loss/mean"] for r in sft_rows], color="tab:blue")
-    top_left.set(title="SFT: loss on texts of 12 to 20 characters", xlabel="step", ylabel="nats a token", yscale="log")
+    top_left.plot(
+        [r["step"] for r in sft_rows], [r["loss/mean"] for r in sft_rows], color="tab:blue"
+    )
+    top_left.set(
+        title="SFT: loss on texts of 12 to 20 characters",
+        xlabel="step",
+        ylabel="nats a token",
+        yscale="log",
+    )
     mean, spread = column("reward/mean"), column("reward/std")
     top_right.plot(step, mean, color="tab:green", label="reward")
     low, high = [m - s for m, s in zip(mean, spread)], [min(m + s, 1) for m, s in zip(mean, spread)]
-    top_right.fill_between(step, low, high, color="tab:green", alpha=0.2, label="± std over rollouts")
-    top_right.plot(step, column("metrics/reverse-text/exact_match"), color="tab:gray", lw=0.8, label="exact answers")
+    top_right.fill_between(
+        step, low, high, color="tab:green", alpha=0.2, label="± std over rollouts"
+    )
+    top_right.plot(
+        step,
+        column("metrics/reverse-text/exact_match"),
+        color="tab:gray",
+        lw=0.8,
+        label="exact answers",
+    )
     top_right.set(title="RL: reward on 4 to 10 characters", xlabel="step", ylim=(0, 1.02))
     top_right.legend(loc="lower right")
     bottom_left.plot(step, column("entropy/mean"), color="tab:orange")
@@ -125,7 +170,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="base -> SFT -> RL -> eval of a tiny model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
-    parser.add_argument("--sft-steps", type=int, help="fewer than the recipe's, for a test of the demo itself")
+    parser.add_argument(
+        "--sft-steps", type=int, help="fewer than the recipe's, for a test of the demo itself"
+    )
     parser.add_argument("--rl-steps", type=int)
     args = parser.parse_args()
     out, seed = args.out, str(args.seed)
@@ -144,15 +191,37 @@ def main() -> None:
 
     data, val = str(out / "data/sft.jsonl"), str(out / "data/val.jsonl")
     run("python", "-m", "reverse_text", "--out", data, "-n", "16000", *SFT_TEXTS, "--seed", seed)
-    run("python", "-m", "reverse_text", "--out", val, "-n", "128", *SFT_TEXTS, "--seed", seed, "--held-out")
+    run(
+        "python",
+        "-m",
+        "reverse_text",
+        "--out",
+        val,
+        "-n",
+        "128",
+        *SFT_TEXTS,
+        "--seed",
+        seed,
+        "--held-out",
+    )
     stage("data")
     base = evaluate(f"{RECIPE}/model", "--model.random-init", "--seed", seed)
     stage("base_eval")
     steps = ["--max-steps", str(args.sft_steps)] if args.sft_steps else []
     run(
-        "sft", "@", f"{RECIPE}/sft.toml", "--data.name", data, "--val.name", val,
-        "--seed", seed, "--output-dir", str(out / "sft"), *steps,
-    )  # fmt: skip
+        "sft",
+        "@",
+        f"{RECIPE}/sft.toml",
+        "--data.name",
+        data,
+        "--val.name",
+        val,
+        "--seed",
+        seed,
+        "--output-dir",
+        str(out / "sft"),
+        *steps,
+    )
     sft_weights = last_weights(out / "sft")
     stage("sft")
     sft = evaluate(sft_weights)
@@ -174,7 +243,11 @@ def main() -> None:
     rl = evaluate(last_weights(out / "rl"))
     stage("rl_eval")
 
-    plot(ROOT / out / "sft/metrics_sft.jsonl", ROOT / out / "rl/metrics.jsonl", ROOT / out / "curves.png")
+    plot(
+        ROOT / out / "sft/metrics_sft.jsonl",
+        ROOT / out / "rl/metrics.jsonl",
+        ROOT / out / "curves.png",
+    )
     report: dict = {"seed": args.seed}
     for name, result in (("base", base), ("sft", sft), ("rl", rl)):
         report[f"{name}_reward"] = round(result["sampled"]["reward"], 4)
@@ -196,7 +269,9 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table(title=f"Reversing {EVAL_PROMPTS} held-out texts of 4 to 10 characters (seed {report['seed']})")
+    table = Table(
+        title=f"Reversing {EVAL_PROMPTS} held-out texts of 4 to 10 characters (seed {report['seed']})"
+    )
     for heading in ("", "reward", "exact, sampled", "expected", "exact, greedy", "seconds"):
         table.add_column(heading, justify="right" if heading else "left", no_wrap=not heading)
     seconds = report["stage_seconds"]
@@ -206,10 +281,13 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
         ("rl", "after RL", seconds["rl"]),
     ):
         table.add_row(
-            label, f"{report[f'{name}_reward']:.3f}", f"{report[f'{name}_exact']:.3f}",
-            "{:.2f} to {:.2f}".format(*EXPECTED[name]), f"{report[f'{name}_greedy_exact']:.3f}",
+            label,
+            f"{report[f'{name}_reward']:.3f}",
+            f"{report[f'{name}_exact']:.3f}",
+            "{:.2f} to {:.2f}".format(*EXPECTED[name]),
+            f"{report[f'{name}_greedy_exact']:.3f}",
             f"{spent:.1f}" if spent else "",
-        )  # fmt: skip
+        )
     console.print()
     console.print(table)
     for row in range(3):
@@ -218,7 +296,11 @@ def summarise(report: dict, base: dict, sft: dict, rl: dict, out: Path) -> None:
         for label, result in (("before", base), ("SFT", sft), ("RL", rl)):
             shown = result["greedy"]["rows"][row]
             text = "".join(c if c.isprintable() else "·" for c in shown["completion"][0]["content"])
-            console.print(f"  {label:>6}  {text}  (reward {shown['reward']:.2f})", markup=False, soft_wrap=True)
+            console.print(
+                f"  {label:>6}  {text}  (reward {shown['reward']:.2f})",
+                markup=False,
+                soft_wrap=True,
+            )
     console.print(
         f"\n{report['seconds']:.0f} s in all; {out}/report.json, {out}/curves.png, weights in {out}/rl/weights"
     )

@@ -59,13 +59,17 @@ SHAPES = {
 
 def main(directory: Path, shape: str) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     end = tokenizer.token_to_id("<|end|>")
-    close = tokenizer.token_to_id("</reversed_text>")  # ends a generation as well: nothing after it counts
+    close = tokenizer.token_to_id(
+        "</reversed_text>"
+    )  # ends a generation as well: nothing after it counts
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
@@ -79,7 +83,9 @@ def main(directory: Path, shape: str) -> None:
             "model_max_length": 2048,
         },
     )
-    write_json(directory / "generation_config.json", {"eos_token_id": [end, close], "pad_token_id": end})
+    write_json(
+        directory / "generation_config.json", {"eos_token_id": [end, close], "pad_token_id": end}
+    )
     write_json(
         directory / "config.json",
         {
@@ -97,8 +103,12 @@ def main(directory: Path, shape: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("place", type=Path, nargs="?", default=Path(__file__).parent / "model", metavar="DIR")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "place", type=Path, nargs="?", default=Path(__file__).parent / "model", metavar="DIR"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="tiny")
     args = parser.parse_args()
     main(args.place, args.shape)

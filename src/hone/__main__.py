@@ -2,7 +2,9 @@
 
 import sys
 
-if not sys.flags.safe_path:  # python -m puts the working directory first, whose numpy.py would be imported
+if (
+    not sys.flags.safe_path
+):  # python -m puts the working directory first, whose numpy.py would be imported
     del sys.path[0]
 
 from hone.cli import hone

@@ -27,7 +27,11 @@ OTHERS = {  # subcommands with arguments of their own kind
     "slurm": "hone.launch.slurm:main",
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
-LOOKERS = ("dashboard", "doctor", "plot")  # without arguments they say what is missing, or need none
+LOOKERS = (
+    "dashboard",
+    "doctor",
+    "plot",
+)  # without arguments they say what is missing, or need none
 
 
 def _make_entry(command: str) -> Callable[[], None]:
@@ -43,7 +47,9 @@ def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
     machine.prepare_environment()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it has started, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # ends what it has started, too
     _exit_process(_guard_command("vf-eval", lambda: main(sys.argv[1:])))
 
 
@@ -61,13 +67,18 @@ def hone() -> None:
         sys.argv = ["vf-eval", *arguments[command == "eval" :]]
         vf_eval()
     elif command == "eval":
-        print("usage: hone eval run ENV -m MODEL …   (vf-eval by another name; hone eval run --help)")
+        print(
+            "usage: hone eval run ENV -m MODEL …   (vf-eval by another name; hone eval run --help)"
+        )
         _exit_process(0 if arguments[:1] in ([], ["--help"], ["-h"]) else 2)
     elif command in OTHERS:
         main = import_object(OTHERS[command])
         machine.prepare_environment()
         _exit_process(
-            _guard_command(f"hone {command}", lambda: main(arguments or ([] if command in LOOKERS else ["--help"])))
+            _guard_command(
+                f"hone {command}",
+                lambda: main(arguments or ([] if command in LOOKERS else ["--help"])),
+            )
         )
     elif command in ("--help", "-h"):
         print("usage: hone COMMAND …\n")
@@ -87,7 +98,10 @@ def hone() -> None:
 
         swapped = [name for name in names if sorted(name) == sorted(command)]
         near = (swapped or difflib.get_close_matches(command, names, n=1, cutoff=0.0))[0]
-        print(f"hone: no command {command!r}; did you mean {near}? (commands: {', '.join(names)})", file=sys.stderr)
+        print(
+            f"hone: no command {command!r}; did you mean {near}? (commands: {', '.join(names)})",
+            file=sys.stderr,
+        )
         _exit_process(2)
 
 
@@ -97,7 +111,9 @@ def _run_command(command: str, argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         from hone.config.help import help_text
 
-        return _guard_command(command, lambda: print(help_text(command, summary, config_class), flush=True))
+        return _guard_command(
+            command, lambda: print(help_text(command, summary, config_class), flush=True)
+        )
 
     machine.prepare_environment()
     preemption.listen_for_signals()
@@ -112,7 +128,9 @@ def _run_command(command: str, argv: list[str]) -> int:
         if "--dry-run" in argv:
             _dry_run(command, config.resolve_config())
         else:
-            os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1")
+            os.environ.setdefault(
+                "HF_HUB_DISABLE_PROGRESS_BARS", "0" if sys.stderr.isatty() else "1"
+            )
             from hone.monitors.logging_setup import start_logging
 
             log = start_logging(config.log_level, getattr(config, "log_format", "text"))
@@ -195,7 +213,8 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
         if not is_disk_full(error):
             raise
         print(
-            f"{command}: error: the disk is full; make room, then --resume auto goes on where it was", file=sys.stderr
+            f"{command}: error: the disk is full; make room, then --resume auto goes on where it was",
+            file=sys.stderr,
         )
         return 1
 
@@ -220,7 +239,9 @@ def resume_command(argv: list[str]) -> str:
 def is_disk_full(error: BaseException | None) -> bool:
     """Whether that is behind an error. Some libraries say it in words of their own, some wrap it in others."""
     while error is not None:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(
+            errno.ENOSPC
+        ) in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -229,7 +250,9 @@ def is_disk_full(error: BaseException | None) -> bool:
 def _exit_process(code: int) -> None:
     preemption.ignore_from_now_on()
     sys.stdout.flush()
-    if os.environ.get("WORLD_SIZE", "1") != "1":  # threads of torch may abort one of several ranks on the long way
+    if (
+        os.environ.get("WORLD_SIZE", "1") != "1"
+    ):  # threads of torch may abort one of several ranks on the long way
         import logging
 
         logging.shutdown()

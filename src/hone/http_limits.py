@@ -13,7 +13,9 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024  # of a request line and its headers
-HEAD_SECONDS = 15.0  # from a connection, or the first byte of a request, until the headers are whole
+HEAD_SECONDS = (
+    15.0  # from a connection, or the first byte of a request, until the headers are whole
+)
 MOST_CONNECTIONS = 8192
 FILES_APART = 128  # descriptors that are left to files, devices and other sockets
 HEALTH_RESERVE = 16  # connections beyond the most, which are answered on /health alone
@@ -40,7 +42,11 @@ def raise_open_files() -> int:
 
 def most_connections() -> int:
     """Return how many connections a server may have open, as its limit of descriptors allows."""
-    free = raise_open_files() - FILES_APART - len(os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else [])
+    free = (
+        raise_open_files()
+        - FILES_APART
+        - len(os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else [])
+    )
     return max(HEALTH_RESERVE, min(MOST_CONNECTIONS, free - HEALTH_RESERVE))
 
 
@@ -141,7 +147,9 @@ class BoundedHttp(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self.transport.is_closing():
-            self.shared.waiting[self] = None  # may make room for another: uvicorn closes it after some seconds anyway
+            self.shared.waiting[self] = (
+                None  # may make room for another: uvicorn closes it after some seconds anyway
+            )
 
 
 def bounded_http(most: int | None = None) -> type[BoundedHttp]:

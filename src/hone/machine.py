@@ -15,10 +15,15 @@ import threading
 import time
 from pathlib import Path
 
-GPUS_VARIABLE = "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
+GPUS_VARIABLE = (
+    "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
+)
 CORES_VARIABLE = "HONE_CORES"  # number of cores of a run, of which each of its processes has some
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
-USUAL_START, SLOWEST = 3.0, 3.0  # seconds that imports take there; how much longer deadlines get at most
+USUAL_START, SLOWEST = (
+    3.0,
+    3.0,
+)  # seconds that imports take there; how much longer deadlines get at most
 YOUNG = 20_000  # objects that are made between two looks
 _slowness = 1.0
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
@@ -70,7 +75,9 @@ def ensure_home() -> None:
             place = Path(tempfile.gettempdir()) / f"hone-home-{os.getuid()}"
             with contextlib.suppress(OSError):
                 place.mkdir(mode=0o700)
-            is_ours = place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid()
+            is_ours = (
+                place.is_dir() and not place.is_symlink() and place.stat().st_uid == os.getuid()
+            )
             os.environ["HOME"] = str(place) if is_ours else tempfile.mkdtemp(prefix="hone-home-")
     if not {"LOGNAME", "USER", "LNAME", "USERNAME"} & set(os.environ):
         try:
@@ -115,7 +122,9 @@ def usable_cores() -> int:
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted):
         return int(wanted)
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, min(count, int(_cpu_quota(Path("/sys/fs/cgroup")) or count)))
 
 
@@ -146,7 +155,10 @@ def _cpu_quota(root: Path) -> float | None:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
         try:
-            quota, period = ((root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+            quota, period = (
+                (root / "cpu" / f"cpu.cfs_{name}_us").read_text().strip()
+                for name in ("quota", "period")
+            )
         except OSError:
             return None
     return None if quota in ("max", "-1") else max(1.0, int(quota) / int(period))
@@ -167,7 +179,11 @@ class Neighbours(threading.Thread):
     there are more of them than cores. So a spare thread that has computed once, and then waits, is the switch.
     """
 
-    EVERY, BUSY, FREE = 0.5, 0.1, 0.03  # seconds; shares of the time that threads wanted a core and had none
+    EVERY, BUSY, FREE = (
+        0.5,
+        0.1,
+        0.03,
+    )  # seconds; shares of the time that threads wanted a core and had none
 
     def __init__(self) -> None:
         super().__init__(name="neighbours", daemon=True)
@@ -196,7 +212,9 @@ class Neighbours(threading.Thread):
             self.end_of_spare = None
         elif self.end_of_spare is None and share > self.BUSY and _is_torch_computing():
             self.end_of_spare = threading.Event()
-            threading.Thread(target=_spare_cores, args=[self.end_of_spare], name="spare", daemon=True).start()
+            threading.Thread(
+                target=_spare_cores, args=[self.end_of_spare], name="spare", daemon=True
+            ).start()
 
     def _thread_times(self) -> tuple[int, int]:
         """Nanoseconds that threads of this process had a core, and that they wanted one and had none."""
@@ -215,7 +233,11 @@ class Neighbours(threading.Thread):
 def _is_torch_computing() -> bool:
     """Whether torch is there, as a whole, with more threads than one."""
     torch = sys.modules.get("torch")
-    return torch is not None and not getattr(torch.__spec__, "_initializing", True) and torch.get_num_threads() > 1
+    return (
+        torch is not None
+        and not getattr(torch.__spec__, "_initializing", True)
+        and torch.get_num_threads() > 1
+    )
 
 
 def _spare_cores(end: threading.Event) -> None:

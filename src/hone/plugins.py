@@ -27,7 +27,9 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
         with CONTAINED:
             function: Callable[..., Any] = import_object(path)
     except SyntaxError as error:
-        raise ValueError(f"{key} {path}: {error.filename}, line {error.lineno}: {error.msg}") from None
+        raise ValueError(
+            f"{key} {path}: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from None
     except (ImportError, AttributeError, ValueError, ExitInUserCode) as error:
         raise ValueError(f"{key} {path}: cannot be imported: {error}") from None
     return function
@@ -48,7 +50,9 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
     try:
         values = keys.model_validate(given)
     except ValidationError as error:
-        raise ValueError("\n".join(f"{key}.{line}" for line in explain_errors(error, keys, {}).splitlines())) from None
+        raise ValueError(
+            "\n".join(f"{key}.{line}" for line in explain_errors(error, keys, {}).splitlines())
+        ) from None
     keywords = {name: getattr(values, name) for name in fields}
 
     @functools.wraps(function)
@@ -59,6 +63,8 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
         except Exception as error:  # a user's function may raise anything
             at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             what = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{function.__qualname__} raised {what} ({at.filename}:{at.lineno})") from error
+            raise ValueError(
+                f"{function.__qualname__} raised {what} ({at.filename}:{at.lineno})"
+            ) from error
 
     return call_with_keys

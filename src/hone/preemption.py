@@ -37,7 +37,9 @@ def listen_for_signals() -> None:
 
 def listen_to_ctrl_c() -> None:
     """From now on the first Ctrl-C asks a run that takes steps to end. Call on the main thread."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not in a job that ignores it
+    if (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ):  # not in a job that ignores it
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
@@ -84,7 +86,9 @@ def _on_interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
     _asked = True
     with contextlib.suppress(OSError, RuntimeError):
-        sys.stderr.write("\nending after this step, with a checkpoint (Ctrl-C again ends at once)\n")
+        sys.stderr.write(
+            "\nending after this step, with a checkpoint (Ctrl-C again ends at once)\n"
+        )
         sys.stderr.flush()
 
 
@@ -98,7 +102,9 @@ def end_with_parent() -> None:
     def watch_parent() -> None:
         while os.getppid() == parent if is_direct else is_alive(parent):
             time.sleep(0.5)
-        if callable(signal.getsignal(signal.SIGTERM)):  # it has something to end, perhaps a process that stands still
+        if callable(
+            signal.getsignal(signal.SIGTERM)
+        ):  # it has something to end, perhaps a process that stands still
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(LAST_SECONDS)
         if os.getpgrp() == os.getpid():  # with all that was started from here

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
-Tool = dict[str, Any]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
+Tool = dict[
+    str, Any
+]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
 
 
 class Refused(RuntimeError):
@@ -47,7 +49,9 @@ class Example:
 
     def copy(self) -> "Example":
         """Return the same example with data of its own, which a rollout may change."""
-        return Example(self.id, copy_data(self.prompt), copy_data(self.answer), copy_data(self.info), self.task)
+        return Example(
+            self.id, copy_data(self.prompt), copy_data(self.answer), copy_data(self.info), self.task
+        )
 
 
 def copy_data(value: Any) -> Any:
@@ -76,7 +80,9 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    repetition_penalty: float = 1.0  # divides positive logits of tokens of the prompt and of the completion
+    repetition_penalty: float = (
+        1.0  # divides positive logits of tokens of the prompt and of the completion
+    )
     presence_penalty: float = 0.0  # taken off the logits of tokens of the completion
     frequency_penalty: float = 0.0  # … as often as they are in it
     logit_bias: tuple[tuple[int, float], ...] = ()
@@ -93,7 +99,11 @@ class Sampling:
 
     @functools.cached_property
     def is_penalised(self) -> bool:
-        penalties = (self.repetition_penalty != 1, self.presence_penalty != 0, self.frequency_penalty != 0)
+        penalties = (
+            self.repetition_penalty != 1,
+            self.presence_penalty != 0,
+            self.frequency_penalty != 0,
+        )
         return any(penalties) or bool(self.logit_bias)
 
 
@@ -114,7 +124,9 @@ class Prompt:
 
 def other_seed(seed: int, number: int) -> int:
     """A seed for draws of their own: those of a later turn, or of what goes on after so many tokens."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest(), "little"
+    )
 
 
 @dataclass(frozen=True)
@@ -188,8 +200,12 @@ class Rollout:
     seconds: float = 0.0
     error: str | None = None
     stop: str = ""  # the condition that ended it, as in max_turns_reached
-    timings: dict[str, float] = field(default_factory=dict)  # seconds: of the model, the environment, scoring
-    state: dict[str, Any] = field(default_factory=dict, repr=False)  # what its environment kept for reward functions
+    timings: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds: of the model, the environment, scoring
+    state: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # what its environment kept for reward functions
 
     @property
     def is_truncated(self) -> bool:
@@ -206,7 +222,9 @@ class Sample:
     logprobs: "NDArray[np.float64]"  # of the sampler, 0.0 where mask is False
     advantage: float
     temperature: float
-    teacher_logprobs: "NDArray[np.float64] | None" = None  # for distillation: a teacher's, of the same tokens
+    teacher_logprobs: "NDArray[np.float64] | None" = (
+        None  # for distillation: a teacher's, of the same tokens
+    )
     env: str = ""  # by its name: an environment may have a loss of its own
     routing: Any = None  # int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where they are not known
     group: int = -1  # the number of its group

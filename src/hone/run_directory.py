@@ -21,7 +21,10 @@ from typing import Any
 
 from hone.config.sections import Layout
 
-UserError = (ValueError, ConnectionError)  # what a command reports in one message; anything else is a bug of ours
+UserError = (
+    ValueError,
+    ConnectionError,
+)  # what a command reports in one message; anything else is a bug of ours
 
 
 class RunDirectory:
@@ -31,7 +34,9 @@ class RunDirectory:
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
         self.configs = path / "configs"
-        self.logs, self.weights = (path / "logs", path / "weights") if layout == "hone" else (path / "runs", path)
+        self.logs, self.weights = (
+            (path / "logs", path / "weights") if layout == "hone" else (path / "runs", path)
+        )
         self.bad_steps = path / "bad_steps"
         self.rollouts, self.broadcasts = path / "rollouts", path / "broadcasts"
         self.checkpoints = path / ("checkpoints" if command == "rl" else f"checkpoints_{command}")
@@ -70,7 +75,9 @@ class RunDirectory:
                 "--resume (continue it), or another directory (--output-dir DIR; vf-rl: --trainer.args.run-name NAME)"
             )
 
-    def check_claim(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+    def check_claim(
+        self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()
+    ) -> None:
         """Raises ValueError when the directory holds an earlier run and neither `resume` nor `clean` is set (`resume`
         wins over `clean`), when another run's weights are where this run would write its own, when a run is active in
         it, and when it cannot be written to.
@@ -81,30 +88,44 @@ class RunDirectory:
         for step in weight_steps:
             directory = self.weights_of(step)
             if directory.exists() and directory.name not in own:
-                raise ValueError(f"{directory} was written by another run; move it away or use another --output-dir")
+                raise ValueError(
+                    f"{directory} was written by another run; move it away or use another --output-dir"
+                )
         self.refuse_earlier(clean or resume)
         if self.command == "rl" and _is_pulse_changing(self.pulse_file("trainer")):
-            raise ValueError(f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir")
+            raise ValueError(
+                f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir"
+            )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK):
                 raise PermissionError(13, "Permission denied")
             self.logs.mkdir(exist_ok=True)
         except OSError as error:
-            raise ValueError(f"output-dir {self.path} cannot be written to: {error.strerror}") from None
+            raise ValueError(
+                f"output-dir {self.path} cannot be written to: {error.strerror}"
+            ) from None
 
-    def claim_run(self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()) -> None:
+    def claim_run(
+        self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()
+    ) -> None:
         """Makes the directory this run's, which will write weights at `weight_steps`.
 
         Raises ValueError like `check`, before anything is changed.
         """
         self.check_claim(clean=clean, resume=resume, weight_steps=weight_steps)
         if self.earlier_run() and not resume:
-            logging.getLogger("hone").info("Removing the earlier %s run in %s (clean)", self.command, self.path)
+            logging.getLogger("hone").info(
+                "Removing the earlier %s run in %s (clean)", self.command, self.path
+            )
             self._remove_contents()
         if self.command == "rl":  # the version that this run starts from is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
-        manifest = {"command": self.command, "started": time.strftime("%Y-%m-%d %H:%M:%S"), "weights": []}
+        manifest = {
+            "command": self.command,
+            "started": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "weights": [],
+        }
         if resume and self.manifest.exists():
             manifest = self._read_manifest()
             manifest.pop("over", None)
@@ -122,7 +143,9 @@ class RunDirectory:
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        rewrite_file(file, toml, mode=0o600)  # a component that has just been started may be reading it
+        rewrite_file(
+            file, toml, mode=0o600
+        )  # a component that has just been started may be reading it
         return file
 
     def write_facts(self, **about: Any) -> None:
@@ -202,7 +225,9 @@ def _numbers_in(parent: Path, prefix: str) -> list[int]:
     except FileNotFoundError:
         return []
     start = len(prefix)
-    return sorted(int(name[start:]) for name in names if name.startswith(prefix) and name[start:].isdigit())
+    return sorted(
+        int(name[start:]) for name in names if name.startswith(prefix) and name[start:].isdigit()
+    )
 
 
 class Steps:
@@ -220,7 +245,9 @@ class Steps:
         self.parent = parent
         self._numbers: list[int] = []
         self._changed: int | None = None  # when it was, by its file system
-        self._since = self._read = 0.0  # when that was first seen, and when it was read, by time.monotonic
+        self._since = self._read = (
+            0.0  # when that was first seen, and when it was read, by time.monotonic
+        )
 
     def list_numbers(self) -> list[int]:
         """Their numbers, in order."""

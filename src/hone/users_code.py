@@ -19,7 +19,9 @@ class _Contained:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
         if error is None or isinstance(error, (Exception, CancelledError)):
             return
         if isinstance(error, KeyboardInterrupt):
@@ -31,4 +33,6 @@ class _Contained:
             raise ExitInUserCode(f"it raised {type(error).__name__}: {error}") from error
 
 
-CONTAINED = _Contained()  # use as `with CONTAINED:`; thousands of rewards a second are computed in it
+CONTAINED = (
+    _Contained()
+)  # use as `with CONTAINED:`; thousands of rewards a second are computed in it

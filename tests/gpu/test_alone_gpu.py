@@ -9,7 +9,10 @@ from hone.kernels import row_state as column
 from hone.kernels.decode import Rows, attend_by_pages_reference
 from hone.kernels.norm_rope import norm_rope
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 PAGE, LONGEST = 64, 400
 
 
@@ -28,31 +31,57 @@ def made(H, K, E, rows, with_norm=True, dtype=torch.float16):
     qkv = torch.randn(rows, H + 2 * K, E, device="cuda").to(dtype)
     scales = [torch.rand(E, device="cuda").to(dtype) if with_norm else None for _ in "qk"]
     cache = torch.randn(2, rows * pages + 1, PAGE, K, E, device="cuda").to(dtype)
-    return (qkv, *scales, cos, sin, 1e-6, H), cache, (torch.randperm(rows, device="cuda"), state, table)
+    return (
+        (qkv, *scales, cos, sin, 1e-6, H),
+        cache,
+        (torch.randperm(rows, device="cuda"), state, table),
+    )
 
 
 def expected_of(heads, cache, where):
     """Mixed values, and keys and values as they then are, in fp32."""
     qkv, q_scale, k_scale, cos, sin, eps, H = heads
-    at, scales = where[1][where[0], column.LENGTH], [s if s is None else s.float() for s in (q_scale, k_scale)]
+    at, scales = (
+        where[1][where[0], column.LENGTH],
+        [s if s is None else s.float() for s in (q_scale, k_scale)],
+    )
     turned = norm_rope(qkv.float(), *scales, cos[at][:, None], sin[at][:, None], eps, H)
     cache = cache.float()
     return attend_by_pages_reference(*turned, *cache, Rows(*where)), cache
 
 
-def close(one, two, atol=1.5e-3):  # rounding to float16 takes 4e-4 at most here, a token too few 4e-3 at least
+def close(
+    one, two, atol=1.5e-3
+):  # rounding to float16 takes 4e-4 at most here, a token too few 4e-3 at least
     torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=atol)
 
 
 # One k/v head for many queries, as many as queries, numbers of queries that are no power of 2; all sizes of heads.
-@pytest.mark.parametrize("H, K, E, with_norm", [
-    (16, 8, 128, True), (32, 8, 64, True), (28, 4, 128, False), (4, 2, 16, True), (8, 8, 256, True), (3, 3, 32, True),
-    (32, 2, 64, True), (40, 1, 64, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "H, K, E, with_norm",
+    [
+        (16, 8, 128, True),
+        (32, 8, 64, True),
+        (28, 4, 128, False),
+        (4, 2, 16, True),
+        (8, 8, 256, True),
+        (3, 3, 32, True),
+        (32, 2, 64, True),
+        (40, 1, 64, True),
+    ],
+)
 # From few blocks to many, of few sequences and of more, of narrow models and wide ones.
-@pytest.mark.parametrize("parts, processors, rows, width", [
-    (1, 1000, 8, 1024), (1, 1000, 12, 4096), (1, 20, 12, 4096), (1, 1, 12, 1024), (2, 20, 8, 4096), (32, 1000, 8, 1024),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parts, processors, rows, width",
+    [
+        (1, 1000, 8, 1024),
+        (1, 1000, 12, 4096),
+        (1, 20, 12, 4096),
+        (1, 1, 12, 1024),
+        (2, 20, 8, 4096),
+        (32, 1000, 8, 1024),
+    ],
+)
 def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, rows, width, monkeypatch):
     from hone.kernels.gpu.decode import decode
     from hone.kernels.gpu.decode_attention import Divided
@@ -82,7 +111,11 @@ def test_what_pages_have_from_a_sequences_end_on_does_not_count(parts):
     from hone.kernels.gpu.decode_attention import Divided
 
     heads, cache, where = made(16, 8, 128, 12)
-    divided = None if parts == 1 else Divided(parts, torch.zeros(12 * 8, dtype=torch.int32, device="cuda"))
+    divided = (
+        None
+        if parts == 1
+        else Divided(parts, torch.zeros(12 * 8, dtype=torch.int32, device="cuda"))
+    )
     expected = decode(*heads, *cache.clone(), *where, None, divided, False, 1024)
     for length, pages in zip(where[1][:, column.LENGTH].tolist(), where[2].tolist(), strict=True):
         cache[:, pages[length // PAGE], length % PAGE :] = float("nan")

@@ -15,11 +15,15 @@ from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import RLTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-SPEC = ModelSpec(384, 320, 704, 2, 4, 1, 32, 1e-6, 10000.0, True, 1024, 0.06, False)  # sizes of no other test
+SPEC = ModelSpec(
+    384, 320, 704, 2, 4, 1, 32, 1e-6, 10000.0, True, 1024, 0.06, False
+)  # sizes of no other test
 
 
 def sampler_and_trainer(model):
-    return Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5), RLTrainer(model, TrainerConfig(), 2)
+    return Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5), RLTrainer(
+        model, TrainerConfig(), 2
+    )
 
 
 def two_steps(engine, trainer):
@@ -28,11 +32,18 @@ def two_steps(engine, trainer):
     for step in (1, 2):
         prompts = [[5 + i // 8] * 37 for i in range(48)]
         asked = [
-            GenerateRequest(p, Sampling(max_tokens=20 + i % 7, seed=i), frozenset()) for i, p in enumerate(prompts)
+            GenerateRequest(p, Sampling(max_tokens=20 + i % 7, seed=i), frozenset())
+            for i, p in enumerate(prompts)
         ]
         done = engine.generate(asked)
         samples = [
-            Sample([*p, *c.ids], [False] * 37 + [True] * len(c.ids), [0.0] * 37 + c.logprobs, (-1.0) ** i, 1.0)
+            Sample(
+                [*p, *c.ids],
+                [False] * 37 + [True] * len(c.ids),
+                [0.0] * 37 + c.logprobs,
+                (-1.0) ** i,
+                1.0,
+            )
             for i, (p, c) in enumerate(zip(prompts, done, strict=True))
         ]
         values = trainer.step(Batch(step, samples))

@@ -14,11 +14,21 @@ from hone.models.transformer import Transformer
 
 pytestmark = pytest.mark.gpu
 SHAPE = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 5000, "hidden_size": 1024,
-    "intermediate_size": 3072, "num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
-    "tie_word_embeddings": True, "initializer_range": 0.05,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 5000,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +45,9 @@ def model_of(**changes):
     return model
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 8, "head_dim": 64}, {"tie_word_embeddings": False}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"num_attention_heads": 8, "head_dim": 64}, {"tie_word_embeddings": False}]
+)
 def test_no_logprob_differs(changes):
     found = probe_model(model_of(**changes), 200, 60)
     assert found.tokens > 3000 and found.differ == 0, found.describe_result()
@@ -66,11 +78,35 @@ def test_fast_numerics_are_looked_at_layer_by_layer():
     assert found.differ > 0 and found.place.startswith("layer 0")
 
 
-@pytest.mark.parametrize("size", [(1024, 3072), (2560, 9728), (4096, 12288), (2048, 8192), (5000, 1024)])
+@pytest.mark.parametrize(
+    "size", [(1024, 3072), (2560, 9728), (4096, 12288), (2048, 8192), (5000, 1024)]
+)
 def test_a_row_of_a_product_does_not_depend_on_the_others(size):
     N, K = size
-    x, w = torch.randn(8192, K, device="cuda").bfloat16(), (torch.randn(N, K, device="cuda") * 0.02).bfloat16()
+    x, w = (
+        torch.randn(8192, K, device="cuda").bfloat16(),
+        (torch.randn(N, K, device="cuda") * 0.02).bfloat16(),
+    )
     whole, exactly = F.linear(x, w), torch.mm(x, w.t(), out_dtype=torch.float32)
-    for M in (1, 5, 16, 17, 64, 100, 128, 200, 256, 300, 500, 512, 777, 1000, 1500, 2100, 3000, 4097):
+    for M in (
+        1,
+        5,
+        16,
+        17,
+        64,
+        100,
+        128,
+        200,
+        256,
+        300,
+        500,
+        512,
+        777,
+        1000,
+        1500,
+        2100,
+        3000,
+        4097,
+    ):
         assert torch.equal(ordered(x[:M], w, x.dtype), whole[:M]), M
         assert torch.equal(ordered(x[:M], w, torch.float32), exactly[:M]), M

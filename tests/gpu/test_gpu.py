@@ -41,7 +41,9 @@ def test_flash_attention_in_bf16_equals_padded_attention_in_fp32():
     direction = torch.randn_like(expected) / expected.numel()
     (expected * direction).sum().backward()
     (got.float() * direction).sum().backward()
-    for (name, one), (_, two) in zip(exact.named_parameters(), half.named_parameters(), strict=True):
+    for (name, one), (_, two) in zip(
+        exact.named_parameters(), half.named_parameters(), strict=True
+    ):
         assert (two.grad.float() - one.grad).norm() / one.grad.norm() < 0.05, name
 
 
@@ -50,7 +52,9 @@ def test_cpu_and_gpu_agree_in_fp32():
     sequences = [torch.randint(0, 256, (n,)) for n in (5, 40)]
     attention = PackedAttention([5, 40])
     with torch.no_grad():
-        expected = made.compute_logits(made(torch.cat(sequences), attention.token_positions(), attention))
+        expected = made.compute_logits(
+            made(torch.cat(sequences), attention.token_positions(), attention)
+        )
         got = forward(made.cuda(), sequences)
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-3, atol=1e-3)
 
@@ -59,11 +63,15 @@ def test_cpu_and_gpu_agree_in_fp32():
 def test_engine_logprobs_equal_a_plain_forward(dtype, limit):
     made = model(dtype)
     prompts = [torch.randint(0, 512, (n,)).tolist() for n in (4, 30, 100) for _ in range(8)]
-    requests = [GenerateRequest(p, Sampling(1.0, 40, seed=i), frozenset({7})) for i, p in enumerate(prompts)]
+    requests = [
+        GenerateRequest(p, Sampling(1.0, 40, seed=i), frozenset({7})) for i, p in enumerate(prompts)
+    ]
     differences = []
     for prompt, completion in zip(prompts, Engine(made).generate(requests), strict=True):
         with torch.no_grad():
-            logits = forward(made, [torch.tensor(prompt + completion.ids)])[len(prompt) - 1 : -1].float()
+            logits = forward(made, [torch.tensor(prompt + completion.ids)])[
+                len(prompt) - 1 : -1
+            ].float()
         ids = torch.tensor(completion.ids, device="cuda")
         expected = torch.log_softmax(logits, -1).gather(1, ids[:, None]).squeeze(1)
         differences.append((torch.tensor(completion.logprobs, device="cuda") - expected).abs())
@@ -72,7 +80,10 @@ def test_engine_logprobs_equal_a_plain_forward(dtype, limit):
 
 def test_training_moves_the_storage_that_the_engine_reads():
     made = model(torch.bfloat16)
-    engine, trainer = Engine(made), RLTrainer(made, TrainerConfig(optim=OptimConfig(lr=1e-2)), max_steps=10)
+    engine, trainer = (
+        Engine(made),
+        RLTrainer(made, TrainerConfig(optim=OptimConfig(lr=1e-2)), max_steps=10),
+    )
     request = GenerateRequest([1, 2, 3], Sampling(1.0, 8, seed=1), frozenset())
     address = made.embed.weight.data_ptr()
     for step in range(1, 11):
@@ -83,5 +94,7 @@ def test_training_moves_the_storage_that_the_engine_reads():
         assert abs(values["importance_ratio/mean"] - 1) < 0.1
     assert made.embed.weight.data_ptr() == address
     before = sum(completion.logprobs)
-    assert sum(engine.generate([request])[0].logprobs) > before - 1  # the rewarded tokens did not become unlikely
+    assert (
+        sum(engine.generate([request])[0].logprobs) > before - 1
+    )  # the rewarded tokens did not become unlikely
     assert values["entropy/mean"] < 5

@@ -51,11 +51,18 @@ def assert_like_twin(function, twin, tensors, *rest, limit=0.01):
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_norm_linear(D, has_delta, has_bias):
     x, delta = torch.randn(1000, D), torch.randn(1000, D) if has_delta else None
-    tensors = [x, delta, torch.rand(D) + 0.5, torch.randn(96, D), torch.randn(96) if has_bias else None]
+    tensors = [
+        x,
+        delta,
+        torch.rand(D) + 0.5,
+        torch.randn(96, D),
+        torch.randn(96) if has_bias else None,
+    ]
     assert_like_twin(
         lambda x, d, s, w, b: norm_linear(x, d, s, 1e-6, w, b),
-        lambda x, d, s, w, b: twins.norm_linear(x, d, s, 1e-6, w, b), tensors,
-    )  # fmt: skip
+        lambda x, d, s, w, b: twins.norm_linear(x, d, s, 1e-6, w, b),
+        tensors,
+    )
 
 
 def test_swiglu_linear():
@@ -68,10 +75,16 @@ def sequences_of(prompts):
     from hone.kernels.gpu.attention import tiles
 
     attention = (
-        PackedAttention(prompts[0], "cuda", prompts[1]) if prompts else PackedAttention([5, 64, 1, 200, 129], "cuda")
+        PackedAttention(prompts[0], "cuda", prompts[1])
+        if prompts
+        else PackedAttention([5, 64, 1, 200, 129], "cuda")
     )
     sequences = attention.sequences
-    return sequences, attention.token_positions(), tiles(sequences.rows, sequences.groups, torch.device("cuda"))
+    return (
+        sequences,
+        attention.token_positions(),
+        tiles(sequences.rows, sequences.groups, torch.device("cuda")),
+    )
 
 
 @pytest.mark.parametrize("has_norm", [True, False])
@@ -102,8 +115,9 @@ def test_low_rank_parts():
     tensors = [x, scale, torch.randn(64, 128), torch.randn(16, 128) / 8, b]
     assert_like_twin(
         lambda x, s, w, a, b: norm_linear(x, None, s, 1e-6, w, None, a, b),
-        lambda x, s, w, a, b: twins.norm_linear(x, None, s, 1e-6, w, None, a, b), tensors,
-    )  # fmt: skip
+        lambda x, s, w, a, b: twins.norm_linear(x, None, s, 1e-6, w, None, a, b),
+        tensors,
+    )
 
 
 @pytest.mark.parametrize("prompts", [None, ([70], [[3, 66]]), ([70], [[300, 700]])])
@@ -152,10 +166,14 @@ def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
         logprobs, found = gradients(model, pack_samples)
         assert (logprobs.cpu() - expected).abs().max() < 0.1
         pairs = zip(found, exact_gradients, strict=True)
-        return found, [float((one.cpu().double() - other).norm() / other.norm()) for one, other in pairs]
+        return found, [
+            float((one.cpu().double() - other).norm() / other.norm()) for one, other in pairs
+        ]
 
     found, shared = distances(pack_shared)
-    assert all(torch.equal(one, two) for one, two in zip(found, distances(pack_shared)[0], strict=True))
+    assert all(
+        torch.equal(one, two) for one, two in zip(found, distances(pack_shared)[0], strict=True)
+    )
     _, whole = distances(pack_sequences)
     assert max(shared) < 1.5 * max(whole) < 0.1
     assert RLTrainer(model, TrainerConfig(), 1).shares_prompts
@@ -167,7 +185,9 @@ def test_the_engine_reads_the_adapter_that_is_trained():
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
     model = model.to("cuda", torch.bfloat16)
-    trainer = RLTrainer(model, TrainerConfig.model_validate({"lora": {"rank": 8}, "optim": {"lr": 1e-2}}), 10)
+    trainer = RLTrainer(
+        model, TrainerConfig.model_validate({"lora": {"rank": 8}, "optim": {"lr": 1e-2}}), 10
+    )
     engine = Engine(model)
     request = GenerateRequest([1, 2, 3], Sampling(1.0, 24, seed=1), frozenset())
     for step in range(1, 6):
@@ -182,7 +202,10 @@ def test_the_engine_reads_the_adapter_that_is_trained():
 @pytest.mark.parametrize("chunk", [2**30, 4 * 5003 * 64])
 def test_head(monkeypatch, chunk):
     monkeypatch.setattr("hone.kernels.head.CHUNK_BYTES", chunk)
-    targets, temperature = torch.randint(0, 5003, (300,), device="cuda"), (torch.rand(300) + 0.5).cuda()
+    targets, temperature = (
+        torch.randint(0, 5003, (300,), device="cuda"),
+        (torch.rand(300) + 0.5).cuda(),
+    )
     tensors = [torch.randn(300, 128), torch.randn(5003, 128) / 4]
 
     def half(x, w):
@@ -212,10 +235,16 @@ def test_head(monkeypatch, chunk):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
     """Gradients in bfloat16; against torch's on a CPU in fp32. Twice the same bits."""
-    exact, results = Transformer(ModelSpec(300, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, True, 64, 0.1, False)), []
+    exact, results = (
+        Transformer(ModelSpec(300, 64, 96, 2, 4, 2, 16, 1e-6, 1e4, True, 64, 0.1, False)),
+        [],
+    )
     exact.init_weights(torch.Generator().manual_seed(0))
     start, config = copy.deepcopy(exact).cuda().bfloat16(), OptimConfig(lr=1e-2, state_dtype=dtype)
-    before, expected = [p.detach().clone() for p in exact.parameters()], Optimizer(exact, OptimConfig(lr=1e-2))
+    before, expected = (
+        [p.detach().clone() for p in exact.parameters()],
+        Optimizer(exact, OptimConfig(lr=1e-2)),
+    )
     for turn in range(2):
         model = copy.deepcopy(start)
         optimizer = Optimizer(model, config)
@@ -236,22 +265,34 @@ def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(kind, dtype, tmp_path):
+def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
+    kind, dtype, tmp_path
+):
     """To the bit; the device holds nothing of its state, and a checkpoint gives it back."""
-    spec, results, taken = ModelSpec(4096, 1024, 2048, 2, 8, 4, 128, 1e-6, 1e4, True, 64, 0.1, False), [], []
+    spec, results, taken = (
+        ModelSpec(4096, 1024, 2048, 2, 8, 4, 128, 1e-6, 1e4, True, 64, 0.1, False),
+        [],
+        [],
+    )
 
     def started(offload):
         model = Transformer(spec).cuda().bfloat16()
         model.init_weights(torch.Generator("cuda").manual_seed(0))
         before = torch.cuda.memory_allocated()
-        optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, state_dtype=dtype, offload=offload))
+        optimizer = Optimizer(
+            model, OptimConfig(type=kind, lr=1e-2, state_dtype=dtype, offload=offload)
+        )
         taken.append(torch.cuda.memory_allocated() - before)
         assert optimizer.own.table is not None  # the kernel's
         return model, optimizer
 
     def step(model, optimizer, number):
         for i, p in enumerate(model.parameters()):
-            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i)).cuda().bfloat16()
+            p.grad = (
+                torch.randn(p.shape, generator=torch.Generator().manual_seed(100 * number + i))
+                .cuda()
+                .bfloat16()
+            )
         optimizer.step(1e-2)
 
     run = RunDirectory(tmp_path / "run", "sft")
@@ -263,15 +304,25 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
             step(model, optimizer, number)
         if offload:
             checkpoints = Checkpoints(run, optimizer, CkptConfig(interval=1), Ranks())
-            checkpoints.save_if_due(3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).to_public_dict(), {})
+            checkpoints.save_if_due(
+                3, True, SFTConfig(model={"name": "m"}, data={"name": "d"}).to_public_dict(), {}
+            )
         step(model, optimizer, 3)
-        results.append([t.detach().cpu().clone() for t in (*model.parameters(), *optimizer.state_tensors().values())])
+        results.append(
+            [
+                t.detach().cpu().clone()
+                for t in (*model.parameters(), *optimizer.state_tensors().values())
+            ]
+        )
         del model, optimizer
     assert all(torch.equal(one, two) for one, two in zip(*results, strict=True))
     assert taken[0] > 6 * spec.parameter_count() > 2**20 > taken[1] >= 0
     model, optimizer = started(True)
     assert (
-        restore_checkpoint(resume_from(run, True), optimizer, SFTConfig(model={"name": "m"}, data={"name": "d"})) == 3
+        restore_checkpoint(
+            resume_from(run, True), optimizer, SFTConfig(model={"name": "m"}, data={"name": "d"})
+        )
+        == 3
     )
     step(model, optimizer, 3)
     after = [t.detach().cpu() for t in (*model.parameters(), *optimizer.state_tensors().values())]
@@ -279,7 +330,9 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
 
 
 def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):
-    model = Transformer(ModelSpec(50_000, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)).cuda()
+    model = Transformer(
+        ModelSpec(50_000, 256, 512, 3, 8, 2, 64, 1e-6, 10000.0, True, 512, 0.06, False)
+    ).cuda()
     model.init_weights(torch.Generator("cuda").manual_seed(0))
     optimizer, run = Optimizer(model, OptimConfig()), RunDirectory(tmp_path / "run", "sft")
     run.claim_run(clean=False)

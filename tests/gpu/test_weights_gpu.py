@@ -40,6 +40,9 @@ def test_a_canary_that_is_scored_again_is_that_of_the_weights_as_they_are():
         assert scorer(ids[::-1]) == score_sequence(model, ids[::-1])
         assert scorer(ids[: CANARY_LENGTH // 2]) == score_sequence(model, ids[: CANARY_LENGTH // 2])
         # What is free is written over: the graph reads nothing that nobody keeps.
-        junk = [torch.full((size,), -1, dtype=torch.int64, device="cuda") for size in (8, 32, 33, 64, 4096) * 50]
+        junk = [
+            torch.full((size,), -1, dtype=torch.int64, device="cuda")
+            for size in (8, 32, 33, 64, 4096) * 50
+        ]
         del junk
     assert found[0] != found[1] != found[2]

@@ -25,7 +25,9 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 http = httpx.Client(timeout=HANG_SECONDS)
 TINY = "examples/reverse_text_tiny"
-AFRESH = {"HONE_TEST_AFRESH": "1"}  # environment of commands that are started as users start them, not forked
+AFRESH = {
+    "HONE_TEST_AFRESH": "1"
+}  # environment of commands that are started as users start them, not forked
 RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 8, "num_examples": 64}}'
 
 
@@ -55,9 +57,14 @@ def at_a_shell(script, cwd, uv_run=True):
         shim.chmod(0o755)
     path = f"{cwd / '.shim'}:{BIN}:{os.environ['PATH']}"
     return subprocess.run(
-        ["bash", "-emc", script], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"}, timeout=HANG_SECONDS,
-    )  # fmt: skip
+        ["bash", "-emc", script],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1"},
+        timeout=HANG_SECONDS,
+    )
 
 
 def start(*words, log=None, err=None, cwd=ROOT, env=None):
@@ -68,9 +75,14 @@ def start(*words, log=None, err=None, cwd=ROOT, env=None):
         files = [file.fileno() for file in (nowhere, out, err or out)]
         forked = fork_command(words, cwd, environment, files) if ensure_templates() else None
         return forked or subprocess.Popen(
-            words, stdout=out, stderr=err or out, stdin=subprocess.DEVNULL, cwd=cwd, env=environment,
+            words,
+            stdout=out,
+            stderr=err or out,
+            stdin=subprocess.DEVNULL,
+            cwd=cwd,
+            env=environment,
             start_new_session=True,
-        )  # fmt: skip
+        )
 
 
 @functools.cache
@@ -97,7 +109,9 @@ def end(process):
 
 def processes_now():
     """Return (parent's pid, arguments) of all processes by pid, without those that have ended and wait to be read."""
-    listed = subprocess.run(["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True).stdout
+    listed = subprocess.run(
+        ["ps", "-axww", "-o", "pid=,ppid=,stat=,command="], capture_output=True, text=True
+    ).stdout
     rows = [line.split(None, 3) for line in listed.splitlines()]
     found = {}
     for row in rows:
@@ -140,11 +154,38 @@ def started():
 
 def train_model(directory):
     data = directory / "sft.jsonl"
-    command("python", "-m", "reverse_text", "--out", data, "-n", 400, "--min-chars", 4, "--max-chars", 10)
     command(
-        "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 60, "--scheduler.warmup-steps", 5,
-        "--data.batch-size", 2, "--data.seq-len", 256, "--optim.type", "adamw", "--output-dir", directory / "out",
-    )  # fmt: skip
+        "python",
+        "-m",
+        "reverse_text",
+        "--out",
+        data,
+        "-n",
+        400,
+        "--min-chars",
+        4,
+        "--max-chars",
+        10,
+    )
+    command(
+        "sft",
+        "@",
+        f"{TINY}/sft.toml",
+        "--data.name",
+        data,
+        "--max-steps",
+        60,
+        "--scheduler.warmup-steps",
+        5,
+        "--data.batch-size",
+        2,
+        "--data.seq-len",
+        256,
+        "--optim.type",
+        "adamw",
+        "--output-dir",
+        directory / "out",
+    )
 
 
 @pytest.fixture(scope="session")
@@ -156,18 +197,37 @@ def trained():
 TINY_RL = ("--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml")
 THREE_PROCESSES = ("--inference", "@", f"{TINY}/rl/infer.toml", "--inference.server.port", 0)
 SMALL = (
-    "--seq-len", 32, "--orchestrator.batch-size", 32, "--orchestrator.rollouts-per-example", 8,
-    "--orchestrator.sampling.max-tokens", 16,
-)  # fmt: skip
+    "--seq-len",
+    32,
+    "--orchestrator.batch-size",
+    32,
+    "--orchestrator.rollouts-per-example",
+    8,
+    "--orchestrator.sampling.max-tokens",
+    16,
+)
 # Of the finished runs below: on policy, evaluated and saved every other step.
 ON_POLICY_STEPS = 6
 EVALUATION = {
-    "interval": 2, "num_examples": 12, "env": [{"id": "reverse-text", "args": {"texts": "generated", "max_chars": 18}}],
-}  # fmt: skip
+    "interval": 2,
+    "num_examples": 12,
+    "env": [{"id": "reverse-text", "args": {"texts": "generated", "max_chars": 18}}],
+}
 ON_POLICY = (
-    *SMALL, "--max-async-level", 0, "--max-steps", ON_POLICY_STEPS, "--trainer.scheduler.type", "constant",
-    "--orchestrator.eval", json.dumps(EVALUATION), "--ckpt.interval", 2, "--ckpt.keep", 9,
-)  # fmt: skip
+    *SMALL,
+    "--max-async-level",
+    0,
+    "--max-steps",
+    ON_POLICY_STEPS,
+    "--trainer.scheduler.type",
+    "constant",
+    "--orchestrator.eval",
+    json.dumps(EVALUATION),
+    "--ckpt.interval",
+    2,
+    "--ckpt.keep",
+    9,
+)
 SECRET_KEY = "hush"  # of the run of three processes, which must not be written anywhere
 
 
@@ -176,7 +236,16 @@ def on_policy_run(trained):
     """The directory of a finished run in three processes, with SECRET_KEY. Built once for all tests, only read."""
 
     def build(directory):
-        words = ("rl", *TINY_RL, *THREE_PROCESSES, "--model.name", trained, "--output-dir", directory, *ON_POLICY)
+        words = (
+            "rl",
+            *TINY_RL,
+            *THREE_PROCESSES,
+            "--model.name",
+            trained,
+            "--output-dir",
+            directory,
+            *ON_POLICY,
+        )
         command(*words, env={"HONE_API_KEY": SECRET_KEY})
 
     return shared_run.build_once("on_policy", build)
@@ -188,10 +257,28 @@ def rl(trained, tmp_path):
 
     def run(*options, out=tmp_path / "run", **kwargs):
         return command(
-            "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--orchestrator.batch-size", 32,
-            "--orchestrator.rollouts-per-example", 8, "--orchestrator.sampling.max-tokens", 16, "--seq-len", 64,
-            "--max-steps", 4, "--trainer.optim.lr", "1e-4", "--output-dir", out, *options, **kwargs,
-        )  # fmt: skip
+            "rl",
+            "--model.name",
+            trained,
+            "--orchestrator.env",
+            RL_ENV,
+            "--orchestrator.batch-size",
+            32,
+            "--orchestrator.rollouts-per-example",
+            8,
+            "--orchestrator.sampling.max-tokens",
+            16,
+            "--seq-len",
+            64,
+            "--max-steps",
+            4,
+            "--trainer.optim.lr",
+            "1e-4",
+            "--output-dir",
+            out,
+            *options,
+            **kwargs,
+        )
 
     return run
 
@@ -242,7 +329,9 @@ def read_rows(file):
 def generated_tokens(server):
     """Return how many tokens a server has written in requests that are over."""
     text = http.get(server.url.removesuffix("/v1") + "/metrics").text
-    return int(float(re.search(r"^\w*generated_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)[1]))
+    return int(
+        float(re.search(r"^\w*generated_tokens_total(?:\{.*\})? (\S+)$", text, re.MULTILINE)[1])
+    )
 
 
 @pytest.fixture(scope="session")

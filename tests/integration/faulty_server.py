@@ -20,7 +20,9 @@ def is_due(directory: Path) -> bool:
 def corrupted(into, directory):
     load_weights(into, directory)
     if is_due(directory):
-        into["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, 5] ^= 1  # one bit on its way
+        into["model.layers.1.mlp.down_proj.weight"].view(torch.int32)[3, 5] ^= (
+            1  # one bit on its way
+        )
 
 
 def stale(into, directory):

@@ -33,19 +33,49 @@ from tests import processor_time
 from tests.shared_run import is_run_alive, run_directory
 
 HEAVY = (
-    "hone.trainer.sft.train", "hone.launch.colocated", "tokenizers", "jinja2", "hone.inference.serve", "uvicorn",
-    "hone.inference.app", "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.checkpoint.state_dict_loader", "torch.distributed.checkpoint.filesystem",
-)  # fmt: skip
+    "hone.trainer.sft.train",
+    "hone.launch.colocated",
+    "tokenizers",
+    "jinja2",
+    "hone.inference.serve",
+    "uvicorn",
+    "hone.inference.app",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.checkpoint.state_dict_loader",
+    "torch.distributed.checkpoint.filesystem",
+)
 CPU_KERNELS = ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows")
 CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
 # Variables that are read when a process or a library starts, by their beginnings: a template has them as its commands
 # do. What a command reads later is in the environment that it is given.
 FIXED = (
-    "ATEN_", "CUDA_", "GOMP_", "HF_HUB_OFFLINE", "HOME", "HONE_CPU_ISA", "HONE_GPUS", "HONE_TEST_AFRESH", "KMP_",
-    "LANG", "LC_", "LD_", "MKL_", "NUMBA_CACHE", "NUMBA_CPU", "NUMBA_DEBUG", "NUMBA_DISABLE", "OMP_", "ONEDNN_",
-    "OPENBLAS", "PYTHON", "TMPDIR", "TRITON_", "TZ", "XDG_",
-)  # fmt: skip
+    "ATEN_",
+    "CUDA_",
+    "GOMP_",
+    "HF_HUB_OFFLINE",
+    "HOME",
+    "HONE_CPU_ISA",
+    "HONE_GPUS",
+    "HONE_TEST_AFRESH",
+    "KMP_",
+    "LANG",
+    "LC_",
+    "LD_",
+    "MKL_",
+    "NUMBA_CACHE",
+    "NUMBA_CPU",
+    "NUMBA_DEBUG",
+    "NUMBA_DISABLE",
+    "OMP_",
+    "ONEDNN_",
+    "OPENBLAS",
+    "PYTHON",
+    "TMPDIR",
+    "TRITON_",
+    "TZ",
+    "XDG_",
+)
 APPLIED = ("PYTHONPATH", "PYTHONUNBUFFERED")  # which `_keep` sees to
 AT_ONCE_SECONDS = 0.0001  # 0 would make the connection one that never waits
 NUMBER_BYTES = 8  # of a pid and of an exit code
@@ -54,7 +84,9 @@ LOOK_SECONDS = 2.0  # between looks whether the test run still lives
 
 def _socket_path(environment):
     """Return where the template of such an environment listens."""
-    kept = sorted(one for one in environment.items() if one[0].startswith(FIXED) and one[0] not in APPLIED)
+    kept = sorted(
+        one for one in environment.items() if one[0].startswith(FIXED) and one[0] not in APPLIED
+    )
     return run_directory() / f"{hashlib.sha256(repr(kept).encode()).hexdigest()[:16]}.sock"
 
 
@@ -62,7 +94,10 @@ def start_templates(environment):
     """Start the template processes of a test run, unless another process of the run has."""
     with (run_directory() / "templates.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for threads in (environment.get("OMP_NUM_THREADS", "1"), "1"):  # commands of one process, parts of a run
+        for threads in (
+            environment.get("OMP_NUM_THREADS", "1"),
+            "1",
+        ):  # commands of one process, parts of a run
             wanted = {**environment, "OMP_NUM_THREADS": threads}
             path = _socket_path(wanted)
             if path.exists():
@@ -72,9 +107,13 @@ def start_templates(environment):
             listening.listen(64)  # who connects meanwhile waits for the imports
             words = [sys.executable, "-m", "tests.integration.forks", str(listening.fileno())]
             process = subprocess.Popen(
-                words, env=wanted, cwd=Path(__file__).parents[2], pass_fds=[listening.fileno()],
-                start_new_session=True, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+                words,
+                env=wanted,
+                cwd=Path(__file__).parents[2],
+                pass_fds=[listening.fileno()],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
             path.with_suffix(".pid").write_text(str(process.pid))
             listening.close()
 
@@ -137,7 +176,9 @@ def fork_command(words, cwd, environment, files):
         return None
     folders = environment.get("PYTHONPATH", "").split(os.pathsep)
     path = _socket_path(environment)
-    if not path.exists() or any((Path(folder) / "sitecustomize.py").exists() for folder in folders if folder):
+    if not path.exists() or any(
+        (Path(folder) / "sitecustomize.py").exists() for folder in folders if folder
+    ):
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -156,15 +197,22 @@ class ForkingPopen(subprocess.Popen):
     _forked = None
 
     def _execute_child(self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more):
-        if not (isinstance(args, (list, tuple)) and list(map(str, args[:4])) == [sys.executable, "-P", "-m", "hone"]):
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+        if not (
+            isinstance(args, (list, tuple))
+            and list(map(str, args[:4])) == [sys.executable, "-P", "-m", "hone"]
+        ):
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
+            )
         pipes = more[3:9]  # the same in Python 3.11 to 3.13; -1 where the stream is inherited
         stdin, _, _, stdout, _, stderr = pipes
         files = [given if given != -1 else own for own, given in enumerate((stdin, stdout, stderr))]
         environment = os.environ if env is None else env
         self._forked = fork_command(args, cwd or os.getcwd(), environment, files)
         if self._forked is None:
-            return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more)
+            return super()._execute_child(
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *more
+            )
         self.pid, self._child_created = self._forked.pid, True
         self._close_pipe_fds(*pipes)
 
@@ -245,7 +293,9 @@ def _keep(words, cwd, environment, requester, connection, files):
     os.environ.update(environment)
     if os.environ.get("PYTHONUNBUFFERED"):
         sys.stdout.reconfigure(write_through=True)
-    sys.path[1:1] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    sys.path[1:1] = [
+        folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder
+    ]
     subprocess.Popen = ForkingPopen
     code = 1
     try:
@@ -263,7 +313,9 @@ def _keep(words, cwd, environment, requester, connection, files):
 
 
 def _run(words):
-    words = [word for i, word in enumerate(words) if (i, word) != (1, "-P")]  # `hone` keeps to its own path anyway
+    words = [
+        word for i, word in enumerate(words) if (i, word) != (1, "-P")
+    ]  # `hone` keeps to its own path anyway
     if not os.path.basename(words[0]).startswith("python"):
         sys.argv, sys.path[0] = words, os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")
@@ -280,14 +332,20 @@ def main():
 
     listening = socket.socket(fileno=int(sys.argv[1]))
     # Python 3.12 warns of forks beside threads; those of numpy's BLAS are made again after a fork.
-    warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+    warnings.filterwarnings(
+        "ignore", message="This process .* is multi-threaded", category=DeprecationWarning
+    )
     start = time.perf_counter()
     for name in HEAVY:
         importlib.import_module(name)
-    if importlib.import_module("hone.kernels.cpu").IS_AVAILABLE:  # modules alone: threads would not outlive the fork
+    if importlib.import_module(
+        "hone.kernels.cpu"
+    ).IS_AVAILABLE:  # modules alone: threads would not outlive the fork
         for name in CPU_KERNELS:
             importlib.import_module(f"hone.kernels.cpu.{name}")
-    took = time.perf_counter() - start  # by which each command takes the machine to be slow, as it would by itself
+    took = (
+        time.perf_counter() - start
+    )  # by which each command takes the machine to be slow, as it would by itself
     os.register_at_fork(after_in_child=lambda: setattr(cli, "STARTED", time.perf_counter() - took))
     serve_requests(listening)
 

@@ -23,7 +23,9 @@ def is_possible() -> bool:
 class Nodes:
     """Use as a context manager. `names[i]` has the address `address(i)`; all know each other's names, and `others`."""
 
-    def __init__(self, names: list[str], net: str = "10.78.3", others: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, names: list[str], net: str = "10.78.3", others: Mapping[str, str] | None = None
+    ) -> None:
         self.names, self.net, self.others = names, net, dict(others or {})
         number = next(COUNT)  # the kernel may still be taking down what had the names before
         self.bridge = f"hbr{os.getpid() % 100000}n{number}"
@@ -34,8 +36,18 @@ class Nodes:
 
     def words(self, i: int) -> list[str]:
         """What runs a command on a node, under its hostname and with mounts of its own."""
-        return ["ip", "netns", "exec", self.spaces[i], "unshare", "-u", "bash", "-c",
-                'hostname "$0"; exec "$@"', self.names[i]]  # fmt: skip
+        return [
+            "ip",
+            "netns",
+            "exec",
+            self.spaces[i],
+            "unshare",
+            "-u",
+            "bash",
+            "-c",
+            'hostname "$0"; exec "$@"',
+            self.names[i],
+        ]
 
     def link(self, i: int, state: str) -> None:
         """`down` cuts a node off, `up` mends that."""
@@ -53,7 +65,10 @@ class Nodes:
         self._ip("link", "add", self.bridge, "type", "bridge")
         self._ip("addr", "add", f"{self.net}.1/24", "dev", self.bridge)
         self._ip("link", "set", self.bridge, "up")
-        hosts = ["127.0.0.1 localhost", *(f"{self.address(i)} {name}" for i, name in enumerate(self.names))]
+        hosts = [
+            "127.0.0.1 localhost",
+            *(f"{self.address(i)} {name}" for i, name in enumerate(self.names)),
+        ]
         hosts += [f"{address} {name}" for name, address in self.others.items()]
         for i, space in enumerate(self.spaces):
             self._ip("netns", "add", space)

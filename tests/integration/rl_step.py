@@ -28,18 +28,29 @@ for i in range(15):
     n = 4 + i // 4
     logprobs = [0.0] * n + (-3 - torch.rand(len(ids) - n, generator=draw)).tolist()
     env = "other" if i % 7 == 0 else ""
-    samples.append(Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0, env=env))
+    samples.append(
+        Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0, env=env)
+    )
 given = {key: json.loads(value) for key, value in (word.split("=") for word in sys.argv[2:])}
 dtype = getattr(torch, given.pop("dtype", "float32"))
-config = {"micro_batch_tokens": 40, "optim": {"lr": 1e-3, "type": given.pop("optimizer", "adamw")}, **given}
+config = {
+    "micro_batch_tokens": 40,
+    "optim": {"lr": 1e-3, "type": given.pop("optimizer", "adamw")},
+    **given,
+}
 trainer = RLTrainer(model.to(dtype), TrainerConfig.model_validate(config), 10, ranks=ranks)
 values: dict[str, float] = {"ranks": ranks.count}
 for step in (1, 2):
-    values |= {f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()}
+    values |= {
+        f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()
+    }
 export = Export(model, ranks, torch.float32)()
 if export is not None:
     values |= {f"weights/{name}": float(p.detach().norm()) for name, p in export.named_parameters()}
-values = {name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x for name, x in values.items()}
+values = {
+    name.split("/", 1)[1] if "time/" in name or "perf/" in name else name: x
+    for name, x in values.items()
+}
 if ranks.is_first:
     Path(sys.argv[1]).write_text(json.dumps(values))
 ranks.leave_ranks()

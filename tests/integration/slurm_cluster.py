@@ -86,31 +86,44 @@ class Cluster:
             os.mknod(root / "dev" / f"gpu{number}", 0o20666, os.makedev(1, 3))
         lines = [
             NODE.format(
-                name=name, port=self.port + 1 + i, host=name if self.nodes else "localhost",
+                name=name,
+                port=self.port + 1 + i,
+                host=name if self.nodes else "localhost",
                 address=self.nodes.address(i) if self.nodes else "127.0.0.1",
             )
             for i, name in enumerate(self.names)
-        ]  # fmt: skip
+        ]
         controller = f"{self.nodes.net}.1" if self.nodes else "127.0.0.1"
         conf = CONF.format(root=root, port=self.port, controller=controller, nodes="\n".join(lines))
         (root / "slurm.conf").write_text(conf)
-        gres = "".join(f"NodeName={name} Name=gpu File={root}/dev/gpu[0-7]\n" for name in self.names)
+        gres = "".join(
+            f"NodeName={name} Name=gpu File={root}/dev/gpu[0-7]\n" for name in self.names
+        )
         (root / "gres.conf").write_text(gres)
         (root / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n")
         self._run("mungekey", "--create", "--keyfile", root / "run" / "munge.key")
         self._run(
-            "munged", "--force", "--socket", root / "run" / "munge.socket", "--key-file", root / "run" / "munge.key",
-            "--pid-file", root / "run" / "munged.pid", "--log-file", root / "log" / "munged.log", "--seed-file",
+            "munged",
+            "--force",
+            "--socket",
+            root / "run" / "munge.socket",
+            "--key-file",
+            root / "run" / "munge.key",
+            "--pid-file",
+            root / "run" / "munged.pid",
+            "--log-file",
+            root / "log" / "munged.log",
+            "--seed-file",
             root / "run" / "munged.seed",
-        )  # fmt: skip
+        )
         self._run("slurmctld", "-f", root / "slurm.conf", "-c")
         for i, name in enumerate(self.names):
             where = self.nodes.words(i) if self.nodes else []
             self._run(*where, "slurmd", "-f", root / "slurm.conf", "-N", name)
         deadline = time.monotonic() + HANG_SECONDS
-        while (said := self._run("sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", ok=False)).split() != ["idle"] * len(
-            self.names
-        ):
+        while (
+            said := self._run("sinfo", "-h", "-N", "-p", "gpu", "-o", "%T", ok=False)
+        ).split() != ["idle"] * len(self.names):
             logs = (root / "log" / f"slurmd-{self.names[-1]}.log").read_text()
             assert time.monotonic() < deadline, said + logs[-3000:]
             time.sleep(0.5)
@@ -128,7 +141,9 @@ class Cluster:
 
     def state(self, job: str) -> str:
         said = self._run("scontrol", "show", "job", job)
-        return next(word for word in said.split() if word.startswith("JobState=")).removeprefix("JobState=")
+        return next(word for word in said.split() if word.startswith("JobState=")).removeprefix(
+            "JobState="
+        )
 
     def control(self, *words: object) -> str:
         return self._run("scontrol", *words)
@@ -138,15 +153,22 @@ class Cluster:
         Slurm refuses to resume what is not down."""
         self._run("scontrol", "update", f"nodename={node}", "state=resume", ok=False)
         deadline = time.monotonic() + HANG_SECONDS
-        while any(word in (said := self.control("show", "node", node)) for word in ("State=DOWN", "+DRAIN")):
+        while any(
+            word in (said := self.control("show", "node", node))
+            for word in ("State=DOWN", "+DRAIN")
+        ):
             assert time.monotonic() < deadline, said
             time.sleep(0.5)
 
     def _run(self, *words: object, ok: bool = True) -> str:
         path = f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin"
         done = subprocess.run(
-            list(map(str, words)), env={**os.environ, **self.environment, "PATH": path}, capture_output=True, text=True,
-            stdin=subprocess.DEVNULL, timeout=HANG_SECONDS,
-        )  # fmt: skip
+            list(map(str, words)),
+            env={**os.environ, **self.environment, "PATH": path},
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=HANG_SECONDS,
+        )
         assert done.returncode == 0 or not ok, f"{words}: {done.stdout}{done.stderr}"
         return done.stdout

@@ -9,18 +9,46 @@ from hone.config.algorithms import ALGORITHMS
 
 from .conftest import TINY, Server, command
 
-STEPS, SHORT = 30, '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}'
+STEPS, SHORT = (
+    30,
+    '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}',
+)
 
 
 def reward(out, model, algorithm, *options):
     """On held-out texts, before and after."""
     command(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--output-dir", out, "--max-steps", STEPS, "--algorithm",
-        algorithm, "--orchestrator.env", SHORT, "--orchestrator.batch-size", 128, "--orchestrator.sampling.max-tokens",
-        12, "--trainer.scheduler.type", "constant", "--trainer.optim.type", "adamw", "--trainer.optim.lr", 1e-3,
-        "--orchestrator.eval.env", SHORT,
-        "--orchestrator.eval.interval", STEPS, "--orchestrator.eval.max-tokens", 12, *options,
-    )  # fmt: skip
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        model,
+        "--output-dir",
+        out,
+        "--max-steps",
+        STEPS,
+        "--algorithm",
+        algorithm,
+        "--orchestrator.env",
+        SHORT,
+        "--orchestrator.batch-size",
+        128,
+        "--orchestrator.sampling.max-tokens",
+        12,
+        "--trainer.scheduler.type",
+        "constant",
+        "--trainer.optim.type",
+        "adamw",
+        "--trainer.optim.lr",
+        1e-3,
+        "--orchestrator.eval.env",
+        SHORT,
+        "--orchestrator.eval.interval",
+        STEPS,
+        "--orchestrator.eval.max-tokens",
+        12,
+        *options,
+    )
     rows = map(json.loads, (out / "metrics.jsonl").open())
     return [row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row]
 
@@ -47,7 +75,12 @@ def rewards(trained, tmp_path_factory):
     """Of each algorithm; two at a time, since most of it is starting."""
     root = tmp_path_factory.mktemp("algorithms")
     with ThreadPoolExecutor(2) as pool:
-        return dict(zip(FROM_REWARDS, pool.map(lambda name: reward(root / name, trained, name), FROM_REWARDS)))
+        return dict(
+            zip(
+                FROM_REWARDS,
+                pool.map(lambda name: reward(root / name, trained, name), FROM_REWARDS),
+            )
+        )
 
 
 @pytest.mark.parametrize("algorithm", FROM_REWARDS)

@@ -56,7 +56,9 @@ def started(monkeypatch):
 
     def begin(_, root, log):
         words = [conftest.BIN / "hone", "dashboard", root, "--port", "0"]
-        processes.append(conftest.start(*words, log=log, cwd=root, env={"HONE_DASHBOARD_TOKEN": TOKEN}))
+        processes.append(
+            conftest.start(*words, log=log, cwd=root, env={"HONE_DASHBOARD_TOKEN": TOKEN})
+        )
         return processes[-1]
 
     yield begin
@@ -66,13 +68,23 @@ def started(monkeypatch):
 
 def pages(browser, width=1280, height=900, **kwargs):
     """A page, with what it complains about in its list `problems`."""
-    page = browser.new_context(viewport={"width": width, "height": height}, accept_downloads=True, **kwargs).new_page()
+    page = browser.new_context(
+        viewport={"width": width, "height": height}, accept_downloads=True, **kwargs
+    ).new_page()
     page.set_default_timeout(1000 * HANG_SECONDS)
     page.problems = []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     # A run that was just started is not there yet: the page asks for it until it is.
-    page.on("console", lambda m: page.problems.append(m.text) if m.type == "error" and " 404 " not in m.text else None)
-    page.on("dialog", lambda dialog: (page.problems.append(f"dialog: {dialog.message}"), dialog.accept()))
+    page.on(
+        "console",
+        lambda m: (
+            page.problems.append(m.text) if m.type == "error" and " 404 " not in m.text else None
+        ),
+    )
+    page.on(
+        "dialog",
+        lambda dialog: (page.problems.append(f"dialog: {dialog.message}"), dialog.accept()),
+    )
     return page
 
 
@@ -125,7 +137,12 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
 
     # Started, and the reward seen to rise while it runs.
     slowly = {"max_steps = 100": "max_steps = 250", "lr = 3e-4": "lr = 4e-5"}
-    start_run(page, url, "outputs/first", lambda t: functools.reduce(lambda x, y: x.replace(*y), slowly.items(), t))
+    start_run(
+        page,
+        url,
+        "outputs/first",
+        lambda t: functools.reduce(lambda x, y: x.replace(*y), slowly.items(), t),
+    )
     now = page.locator("section[aria-label=Reward] .now")
     now.wait_for()
     seen = []
@@ -177,17 +194,25 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     shot(again, "rollout_phone")
 
     # A long run beside it: stopped with a checkpoint, gone on with.
-    start_run(page, url, "outputs/second", lambda t: t.replace("max_steps = 100", f"max_steps = {LONG}"))
+    start_run(
+        page, url, "outputs/second", lambda t: t.replace("max_steps = 100", f"max_steps = {LONG}")
+    )
     page.locator("section[aria-label=Reward] .now").wait_for()
     page.get_by_role("button", name="Stop").click()
     status_is(page, "stopped")
     page.get_by_role("button", name="Resume").wait_for()
-    steps = [int(path.name.removeprefix("step_")) for path in (root / "outputs/second/checkpoints").iterdir()]
+    steps = [
+        int(path.name.removeprefix("step_"))
+        for path in (root / "outputs/second/checkpoints").iterdir()
+    ]
     page.get_by_role("button", name="Resume").click()
     page.get_by_role("button", name="Stop").wait_for()
 
     def rows():
-        return [json.loads(line)["step"] for line in (root / "outputs/second/metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)["step"]
+            for line in (root / "outputs/second/metrics.jsonl").read_text().splitlines()
+        ]
 
     until(lambda: rows()[-1] > max(steps) + 5)
     assert rows() == sorted(set(rows())), "a step was taken twice"
@@ -233,7 +258,10 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = next((tmp_path / "home").iterdir())
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(place), AutoTokenizer.from_pretrained(place)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(place),
+        AutoTokenizer.from_pretrained(place),
+    )
     assert model.num_parameters() > 1e5 and tokenizer("ab")["input_ids"]
     assert not page.problems and not phone.problems and not again.problems
 
@@ -245,20 +273,50 @@ def test_hostile_contents_are_shown_as_text(browser, dashboard, tmp_path):
     (run / "rollouts" / "step_1").mkdir(parents=True)
     (run / "configs").mkdir()
     (run / "logs").mkdir()
-    (run / "run_rl.json").write_text(json.dumps({"command": "rl", "device": evil, "fork": {"run": evil, "step": 1}}))
+    (run / "run_rl.json").write_text(
+        json.dumps({"command": "rl", "device": evil, "fork": {"run": evil, "step": 1}})
+    )
     (run / "configs" / "rl.toml").write_text(f"max_steps = 1\n[model]\nname = {json.dumps(evil)}\n")
     (run / "metrics.jsonl").write_text(
-        json.dumps({"step": 1, "reward/mean": 0.5, evil: 1.0, "metrics/<b>/<i>": 2.0}) + '\n{"step": 2, "rew'
+        json.dumps({"step": 1, "reward/mean": 0.5, evil: 1.0, "metrics/<b>/<i>": 2.0})
+        + '\n{"step": 2, "rew'
     )
     (run / "logs" / "orchestrator.log").write_text(evil + "\n\x1b]0;owned\x07\n")
-    said = {"role": evil, "content": evil + "A" * 1_000_000, "tool_calls": [{"function": {"name": evil}}]}
-    row = {"env": evil, "example_id": 1, "prompt": [said], "completion": [said], "answer": evil, "reward": 1.0,
-           "metrics": {evil: 1.0}, "stop": evil, "error": evil, "is_truncated": False, "seconds": 1,
-           "timings": {evil: 1},
-           "turns": [{"prompt_ids": [1], "ids": [2, 10**12], "logprobs": [-1.0, -2.0], "version": 0}], "group": 0,
-           "member": 0, "advantage": 1.0, "is_used": True, "unused": evil}  # fmt: skip
-    lines = [json.dumps(row), '{"completion": 3}', '["no object"]', "\udc80 no JSON", json.dumps(row)[:100]]
-    (run / "rollouts" / "step_1" / "rollouts.jsonl").write_bytes("\n".join(lines).encode("utf-8", "surrogatepass"))
+    said = {
+        "role": evil,
+        "content": evil + "A" * 1_000_000,
+        "tool_calls": [{"function": {"name": evil}}],
+    }
+    row = {
+        "env": evil,
+        "example_id": 1,
+        "prompt": [said],
+        "completion": [said],
+        "answer": evil,
+        "reward": 1.0,
+        "metrics": {evil: 1.0},
+        "stop": evil,
+        "error": evil,
+        "is_truncated": False,
+        "seconds": 1,
+        "timings": {evil: 1},
+        "turns": [{"prompt_ids": [1], "ids": [2, 10**12], "logprobs": [-1.0, -2.0], "version": 0}],
+        "group": 0,
+        "member": 0,
+        "advantage": 1.0,
+        "is_used": True,
+        "unused": evil,
+    }
+    lines = [
+        json.dumps(row),
+        '{"completion": 3}',
+        '["no object"]',
+        "\udc80 no JSON",
+        json.dumps(row)[:100],
+    ]
+    (run / "rollouts" / "step_1" / "rollouts.jsonl").write_bytes(
+        "\n".join(lines).encode("utf-8", "surrogatepass")
+    )
     (tmp_path / "secret.log").write_text("a secret")
     (run / "logs" / "trainer.log").symlink_to(tmp_path / "secret.log")
     (root / "out").symlink_to("/")

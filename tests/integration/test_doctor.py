@@ -15,31 +15,64 @@ PLAIN = "{% for message in messages %}{{ message.role + ': ' + message.content +
 
 def rl(out, *words, model=MODEL, **kwargs):
     return command(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", model, "--seq-len", 128, "--orchestrator.batch-size", 128,
-        "--orchestrator.rollouts-per-example", 8, "--trainer.optim.type", "adamw", "--trainer.optim.lr", "2e-4",
-        "--max-steps", 30, "--log-interval", 0, "--output-dir", out, *words,
-        env={"PYTHONPATH": str(Path(__file__).parent)}, **kwargs,
-    )  # fmt: skip
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        model,
+        "--seq-len",
+        128,
+        "--orchestrator.batch-size",
+        128,
+        "--orchestrator.rollouts-per-example",
+        8,
+        "--trainer.optim.type",
+        "adamw",
+        "--trainer.optim.lr",
+        "2e-4",
+        "--max-steps",
+        30,
+        "--log-interval",
+        0,
+        "--output-dir",
+        out,
+        *words,
+        env={"PYTHONPATH": str(Path(__file__).parent)},
+        **kwargs,
+    )
 
 
 def paid(kind):
-    return "--orchestrator.env", f'{{"id": "paid_otherwise", "args": {{"kind": "{kind}", {TEXTS}}}}}'
+    return (
+        "--orchestrator.env",
+        f'{{"id": "paid_otherwise", "args": {{"kind": "{kind}", {TEXTS}}}}}',
+    )
 
 
 BROKEN = {
     "good": ((), None),
     "a learning rate 100 times too high": (("--trainer.optim.lr", "2e-2"), "collapse"),
     "paid for length": (
-        (*paid("length"), "--orchestrator.sampling.max-tokens", 64, "--trainer.optim.lr", "4e-4"), "length",
+        (*paid("length"), "--orchestrator.sampling.max-tokens", 64, "--trainer.optim.lr", "4e-4"),
+        "length",
     ),
     "a reward without variance": (paid("same"), "no_variance"),
     "stale weights": (
-        ("--deployment", "processes", "--max-async-level", 12, "--orchestrator.max-off-policy-steps", 14,
-         "--inference.server.port", 0), "stale",
+        (
+            "--deployment",
+            "processes",
+            "--max-async-level",
+            12,
+            "--orchestrator.max-off-policy-steps",
+            14,
+            "--inference.server.port",
+            0,
+        ),
+        "stale",
     ),
     "cut off": (("--orchestrator.sampling.max-tokens", 6), "truncated"),
     "a broken template": ((), "template"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -69,18 +102,48 @@ def test_a_fork_goes_on_from_a_step_and_a_resume_points_to_it(tmp_path):
     rl(base, *short)
     rl(same, *short, "--fork", f"{base}@4")
     assert weights(same, 8) == weights(base, 8)  # with the same keys it is the same run
-    rl(other, *short, "--fork", f"{base}@4", "--trainer.optim.lr", "1e-4", "--orchestrator.batch-size", 64)
+    rl(
+        other,
+        *short,
+        "--fork",
+        f"{base}@4",
+        "--trainer.optim.lr",
+        "1e-4",
+        "--orchestrator.batch-size",
+        64,
+    )
     assert weights(other, 8) != weights(base, 8)
     fork = json.loads((other / "run_rl.json").read_text())["fork"]
     assert (fork["run"], fork["step"]) == (str(base), 4)
-    assert fork["changed"] == {"orchestrator.batch_size": [128, 64], "trainer.optim.lr": [2e-4, 1e-4]}
-    assert "nothing is left to do" in rl(tmp_path / "x", *short, "--fork", f"{base}@8", ok=False).stderr
+    assert fork["changed"] == {
+        "orchestrator.batch_size": [128, 64],
+        "trainer.optim.lr": [2e-4, 1e-4],
+    }
+    assert (
+        "nothing is left to do"
+        in rl(tmp_path / "x", *short, "--fork", f"{base}@8", ok=False).stderr
+    )
     rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 9))
-    assert rows[:4] == [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()][:4]
+    assert (
+        rows[:4]
+        == [json.loads(line) for line in (base / "metrics.jsonl").read_text().splitlines()][:4]
+    )
     # Asked for again, it goes on where it was; mistakes are told.
-    rl(other, *short, "--max-steps", 10, "--fork", f"{base}@4", "--resume", "auto", "--trainer.optim.lr", "1e-4",
-       "--orchestrator.batch-size", 64)  # fmt: skip
+    rl(
+        other,
+        *short,
+        "--max-steps",
+        10,
+        "--fork",
+        f"{base}@4",
+        "--resume",
+        "auto",
+        "--trainer.optim.lr",
+        "1e-4",
+        "--orchestrator.batch-size",
+        64,
+    )
     assert (other / "weights" / "step_10").exists()
     refused = rl(base, *short, "--resume", "--trainer.optim.lr", "1e-4", ok=False).stderr
     assert f"with other keys it is a new run: --fork {base}@8" in refused

@@ -54,42 +54,97 @@ def test_a_run_with_tools_and_rewards_of_groups(workers, trained, tmp_path):
     (tmp_path / "tools_env.py").write_text(TOOLS)
     out = tmp_path / "run"
     command(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, "--max-steps", 2, "--seq-len", 128,
-        "--orchestrator.env", json.dumps({"id": "tools-env", "workers": workers}), "--orchestrator.batch-size", 16,
-        "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8,
-        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()]
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        trained,
+        "--output-dir",
+        out,
+        "--max-steps",
+        2,
+        "--seq-len",
+        128,
+        "--orchestrator.env",
+        json.dumps({"id": "tools-env", "workers": workers}),
+        "--orchestrator.batch-size",
+        16,
+        "--orchestrator.rollouts-per-example",
+        4,
+        "--orchestrator.sampling.max-tokens",
+        8,
+        "--trainer.optim.type",
+        "adamw",
+        "--trainer.optim.lr",
+        0,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    rollouts = [
+        json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()
+    ]
     assert len(rollouts) == 16 and {r["stop"] for r in rollouts} == {"is_completed"}
     for r in rollouts:
-        assert len(r["turns"]) == 2 and r["completion"][1] == {"role": "tool", "content": "3", "tool_call_id": "x"}
+        assert len(r["turns"]) == 2 and r["completion"][1] == {
+            "role": "tool",
+            "content": "3",
+            "tool_call_id": "x",
+        }
         one, two = r["turns"]
-        assert two["prompt_ids"][: len(one["prompt_ids"])] == one["prompt_ids"] and set(r["timings"]) >= {"model"}
+        assert two["prompt_ids"][: len(one["prompt_ids"])] == one["prompt_ids"] and set(
+            r["timings"]
+        ) >= {"model"}
     for i in range(0, 16, 4):
         best = max(len(r["completion"][0]["content"]) for r in rollouts[i : i + 4])
         for r in rollouts[i : i + 4]:
-            assert r["reward"] == r["metrics"]["longest"] == float(len(r["completion"][0]["content"]) == best)
+            assert (
+                r["reward"]
+                == r["metrics"]["longest"]
+                == float(len(r["completion"][0]["content"]) == best)
+            )
 
 
 @pytest.mark.main_path
 def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained, tmp_path):
     file = tmp_path / "evals.toml"
     entry = '[[eval]]\nenv_id = "reverse-text"\nenv_args = { texts = "generated", min_chars = 3, max_chars = 6 }\n'
-    file.write_text(f"model = {str(trained)!r}\nmax_tokens = 16\n{entry}num_examples = 4\n{entry}num_examples = 3\n")
+    file.write_text(
+        f"model = {str(trained)!r}\nmax_tokens = 16\n{entry}num_examples = 4\n{entry}num_examples = 3\n"
+    )
     options = ["-b", server.url, "-r", 2, "-s"]
     done = command("vf-eval", file, *options, "--html", "--token-ids", cwd=tmp_path)
-    assert "95 % of the mean reward" in done.stdout and "pass@k: 1: " in done.stdout and "ended by: " in done.stdout
+    assert (
+        "95 % of the mean reward" in done.stdout
+        and "pass@k: 1: " in done.stdout
+        and "ended by: " in done.stdout
+    )
     assert "tokens: " in done.stdout and done.stdout.count("saved in ") == 2
-    first, second = (Path(tmp_path / line.split()[-1]) for line in done.stdout.splitlines() if "saved in" in line)
+    first, second = (
+        Path(tmp_path / line.split()[-1]) for line in done.stdout.splitlines() if "saved in" in line
+    )
     rows = Folder.open(first).read_rows()
-    assert len(rows) == 8 and len(rows[0]["turns"][0]["ids"]) == len(rows[0]["turns"][0]["logprobs"]) > 0
+    assert (
+        len(rows) == 8
+        and len(rows[0]["turns"][0]["ids"]) == len(rows[0]["turns"][0]["logprobs"]) > 0
+    )
     assert (second / "rollouts.html").read_text().count("<details") == 6
     (first / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:3]))
-    alone = ["reverse-text", "-m", trained, "-t", 16, "-n", 4, *options, "-a",
-             '{"texts": "generated", "min_chars": 3, "max_chars": 6}']  # fmt: skip
+    alone = [
+        "reverse-text",
+        "-m",
+        trained,
+        "-t",
+        16,
+        "-n",
+        4,
+        *options,
+        "-a",
+        '{"texts": "generated", "min_chars": 3, "max_chars": 6}',
+    ]
     again = command("vf-eval", *alone, "--resume", first, cwd=tmp_path)
     assert "3 rollouts are there" in again.stdout
-    assert [row["reward"] for row in Folder.open(first).read_rows()] == [row["reward"] for row in rows]
+    assert [row["reward"] for row in Folder.open(first).read_rows()] == [
+        row["reward"] for row in rows
+    ]
     assert "2 examples" not in command("vf-eval", "--compare", first, second, cwd=tmp_path).stdout
     failing = command("vf-eval", *alone, "-S", '{"stream": true}', ok=False, cwd=tmp_path)
     assert "every rollout failed" in failing.stderr
@@ -105,41 +160,84 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
     if home is None:
         pytest.skip(f"no virtual environment with verifiers {version} is named")
-    (tmp_path / "library_env.py").write_text((Path(__file__).parent / f"verifiers_{kind}.py").read_text())
+    (tmp_path / "library_env.py").write_text(
+        (Path(__file__).parent / f"verifiers_{kind}.py").read_text()
+    )
     out = tmp_path / "run"
     command(
-        "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out, "--max-steps", 2, "--seq-len", 160,
-        "--orchestrator.env", json.dumps({"id": "library-env", "venv": home}), "--orchestrator.batch-size", 8,
-        "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8,
-        "--trainer.optim.type", "adamw", "--trainer.optim.lr", 0, env={"PYTHONPATH": str(tmp_path)},
-    )  # fmt: skip
-    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()]
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        trained,
+        "--output-dir",
+        out,
+        "--max-steps",
+        2,
+        "--seq-len",
+        160,
+        "--orchestrator.env",
+        json.dumps({"id": "library-env", "venv": home}),
+        "--orchestrator.batch-size",
+        8,
+        "--orchestrator.rollouts-per-example",
+        4,
+        "--orchestrator.sampling.max-tokens",
+        8,
+        "--trainer.optim.type",
+        "adamw",
+        "--trainer.optim.lr",
+        0,
+        env={"PYTHONPATH": str(tmp_path)},
+    )
+    rollouts = [
+        json.loads(line) for line in (out / "rollouts" / "step_2" / "rollouts.jsonl").open()
+    ]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     drawn = sum(len(turn["ids"]) for r in rollouts if r["is_used"] for turn in r["turns"])
     assert len(rollouts) == 8 and not any(r["error"] for r in rollouts)
     assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
     for r in rollouts:
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
-        assert len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1, "group": 1}[kind]
+        assert (
+            len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1, "group": 1}[kind]
+        )
     if kind == "group":
         for start in (0, 4):
             group = rollouts[start : start + 4]
-            assert len({r["example_id"] for r in group}) == 1 and min(r["reward"] for r in group) == 0.0
-            assert all(r["reward"] == r["metrics"]["place"] for r in group) and max(r["reward"] for r in group) <= 1
+            assert (
+                len({r["example_id"] for r in group}) == 1
+                and min(r["reward"] for r in group) == 0.0
+            )
+            assert (
+                all(r["reward"] == r["metrics"]["place"] for r in group)
+                and max(r["reward"] for r in group) <= 1
+            )
 
 
 @pytest.mark.main_path
 def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
-    script = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols" / "verifiers_worker.py"
+    script = (
+        Path(__file__).parents[2]
+        / "src"
+        / "hone"
+        / "environments"
+        / "protocols"
+        / "verifiers_worker.py"
+    )
     assert "import hone" not in script.read_text() and "from hone" not in script.read_text()
-    done = subprocess.run(["python3", "-I", "-S", script, "x", "examples"], capture_output=True, text=True)
+    done = subprocess.run(
+        ["python3", "-I", "-S", script, "x", "examples"], capture_output=True, text=True
+    )
     assert done.returncode != 0 and "verifiers" in done.stderr
 
 
 @pytest.mark.verifiers
 @pytest.mark.parametrize("version", ["0.1.14", "0.3.1"])
-def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled(trained, tmp_path, version):
+def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled(
+    trained, tmp_path, version
+):
     home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
     if home is None:
         pytest.skip(f"no virtual environment with verifiers {version} is named")
@@ -148,9 +246,12 @@ def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled
     server = Server("--model.name", trained, log=tmp_path / "log")
     try:
         done = subprocess.run(
-            [f"{home}/bin/python", here / "verifiers_tokens.py", server.url, str(trained)], capture_output=True,
-            text=True, timeout=HANG_SECONDS, env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        )  # fmt: skip
+            [f"{home}/bin/python", here / "verifiers_tokens.py", server.url, str(trained)],
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+            env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )
     finally:
         server.stop()
     assert done.returncode == 0, done.stderr
@@ -160,9 +261,13 @@ def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled
     for turns in said["rollouts"]:
         assert len(turns) == 3
         for before, after in itertools.pairwise(turns):
-            if not before["is_truncated"]:  # the library writes a conversation anew after one that was cut
+            if not before[
+                "is_truncated"
+            ]:  # the library writes a conversation anew after one that was cut
                 whole = before["prompt_ids"] + before["completion_ids"]
-                assert after["prompt_ids"][: len(whole)] == whole and len(after["prompt_ids"]) > len(whole)
+                assert after["prompt_ids"][: len(whole)] == whole and len(
+                    after["prompt_ids"]
+                ) > len(whole)
                 went_on += 1
     assert went_on
 
@@ -182,7 +287,7 @@ def test_mathematics_is_compared_within_a_time():
     pytest.importorskip("math_verify")
     env = vf.SingleTurnEnv(
         dataset=[{"question": "?", "answer": "1/2"}], rubric=vf.MathRubric(timeout_seconds=2.0)
-    )  # fmt: skip
+    )
 
     async def rewards():
         texts = (
@@ -193,6 +298,9 @@ def test_mathematics_is_compared_within_a_time():
             "\\boxed{9^{9^{9^{9^9}}}}",
             "\\boxed{0.5}",
         )
-        return [(await env.rollout(Scripted(text), env.get_dataset()[0], Sampling())).reward for text in texts]
+        return [
+            (await env.rollout(Scripted(text), env.get_dataset()[0], Sampling())).reward
+            for text in texts
+        ]
 
     assert asyncio.run(rewards()) == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]

@@ -35,40 +35,77 @@ ADAPTER = ("--trainer.lora.rank", 4, "--trainer.optim.type", "adamw", "--trainer
         ("dropped-adapter", ADAPTER, "self_attn.q_proj.weight, "),
     ],
 )
-def test_weights_that_did_not_arrive_end_the_run_at_that_step(fault, options, words, trained, tmp_path):
+def test_weights_that_did_not_arrive_end_the_run_at_that_step(
+    fault, options, words, trained, tmp_path
+):
     server = Server("--model.name", trained, log=tmp_path / "server.log", program=(*FAULTY, fault))
     out = tmp_path / "run"
     try:
         done = command(
-            "rl", *TINY_RL, "--model.name", trained, "--output-dir", out, *SMALL, "--max-steps", 6,
-            "--orchestrator.client.base-url", server.url, *options, ok=False,
-        )  # fmt: skip
+            "rl",
+            *TINY_RL,
+            "--model.name",
+            trained,
+            "--output-dir",
+            out,
+            *SMALL,
+            "--max-steps",
+            6,
+            "--orchestrator.client.base-url",
+            server.url,
+            *options,
+            ok=False,
+        )
     finally:
         server.stop()
     last = done.stderr.splitlines()[-1]
-    assert f"{server.url} serves other weights than version 2: checksum " in last and words in last, last
+    assert (
+        f"{server.url} serves other weights than version 2: checksum " in last and words in last
+    ), last
     assert "and 32 more" in last if fault == "stale" else True
     rows = metrics(out)
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[0].get("weights/canary_difference", 0.0) < 1e-4  # unless version 2 came before anybody had looked
+    assert (
+        rows[0].get("weights/canary_difference", 0.0) < 1e-4
+    )  # unless version 2 came before anybody had looked
 
 
 def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(trained, tmp_path):
     out = tmp_path / "run"
     command(
-        "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", trained, "--output-dir", out,
-        *SMALL, "--inference.server.port", 0, "--max-steps", 4, *ADAPTER,
-        "--trainer.lora.modules-to-save", "embed_tokens",
-    )  # fmt: skip
+        "rl",
+        *TINY_RL,
+        "--inference",
+        "@",
+        f"{TINY}/rl/infer.toml",
+        "--model.name",
+        trained,
+        "--output-dir",
+        out,
+        *SMALL,
+        "--inference.server.port",
+        0,
+        "--max-steps",
+        4,
+        *ADAPTER,
+        "--trainer.lora.modules-to-save",
+        "embed_tokens",
+    )
     rows, whole = metrics(out), (trained / "model.safetensors").stat().st_size
-    sizes = [row["weights/bytes"] for row in rows if "weights/bytes" in row]  # of versions that were not passed over
+    sizes = [
+        row["weights/bytes"] for row in rows if "weights/bytes" in row
+    ]  # of versions that were not passed over
     assert len(rows) == 4 and sizes and all(0 < size < whole / 2 for size in sizes)
     assert max(row.get("weights/canary_difference", 0.0) for row in rows) < 1e-3
     log = (out / "logs" / "orchestrator.log").read_text()
     assert "Version 4: 1 servers took " in log and "MiB (adapter) in " in log and "checksum " in log
     assert sorted(p.name for p in (out / "broadcasts" / "step_4").iterdir()) == [
-        "STABLE", "adapter_config.json", "adapter_model.safetensors", "config.json", "delivery.json",
-    ]  # fmt: skip
+        "STABLE",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "config.json",
+        "delivery.json",
+    ]
 
 
 # ------------------------------------------------------------------------------ ends that are not its own
@@ -79,14 +116,25 @@ def small_disk(tmp_path):
     """A file system of its own with little room."""
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", place], capture_output=True
+    ).returncode:
         pytest.skip("a file system can be mounted by root alone")
     yield place
     subprocess.run(["umount", place], check=True)
 
 
 def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp_path):
-    words = ("--max-async-level", 0, "--ckpt.interval", 1, "--max-steps", 12, "--trainer.clean", "false")
+    words = (
+        "--max-async-level",
+        0,
+        "--ckpt.interval",
+        1,
+        "--max-steps",
+        12,
+        "--trainer.clean",
+        "false",
+    )
     words += ("--trainer.scheduler.type", "constant", "--resume", "auto")
     processes(tmp_path / "whole", trained, *words)
     out = small_disk / "run"
@@ -95,11 +143,18 @@ def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp
     done = processes(out, trained, *words, ok=False)
     full.join()
     last = done.stderr.splitlines()[-1]
-    assert "error: the disk is full; make room, then --resume auto goes on where it was" in last, done.stderr
+    assert "error: the disk is full; make room, then --resume auto goes on where it was" in last, (
+        done.stderr
+    )
     (small_disk / "filler").unlink()
     processes(out, trained, *words)
-    assert [row["reward/mean"] for row in metrics(out)] == [row["reward/mean"] for row in metrics(tmp_path / "whole")]
-    mine, other = (load_file(x / "weights" / "step_12" / "model.safetensors") for x in (out, tmp_path / "whole"))
+    assert [row["reward/mean"] for row in metrics(out)] == [
+        row["reward/mean"] for row in metrics(tmp_path / "whole")
+    ]
+    mine, other = (
+        load_file(x / "weights" / "step_12" / "model.safetensors")
+        for x in (out, tmp_path / "whole")
+    )
     assert all(torch.equal(mine[name], other[name]) for name in mine)
 
 
@@ -111,15 +166,31 @@ def fill(place, when):
             file.write(bytes(4096))
 
 
-def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(trained, tmp_path, started):
+def test_a_rank_of_the_trainer_that_dies_is_named_and_the_run_goes_on_after_it(
+    trained, tmp_path, started
+):
     options = ("--max-async-level", 0, "--trainer-gpu-ids", "[0, 1]", "--ckpt.interval", 1)
     run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, *options)
-    ranks = [pid for pid, words in children(run.process.pid).items() if words[1:5] == ["-P", "-m", "hone", "trainer"]]
+    ranks = [
+        pid
+        for pid, words in children(run.process.pid).items()
+        if words[1:5] == ["-P", "-m", "hone", "trainer"]
+    ]
     os.kill(max(ranks), signal.SIGKILL)
     assert run.process.wait(HANG_SECONDS) == 1 and gone(tmp_path / "run")
     assert run.log.read_text().splitlines()[-1] == "rl: error: trainer rank 1 was killed (SIGKILL)"
     steps = len(metrics(tmp_path / "run"))
-    processes(tmp_path / "run", trained, *options, "--max-steps", steps + 2, "--clean", "false", "--resume", "auto")
+    processes(
+        tmp_path / "run",
+        trained,
+        *options,
+        "--max-steps",
+        steps + 2,
+        "--clean",
+        "false",
+        "--resume",
+        "auto",
+    )
     assert [row["step"] for row in metrics(tmp_path / "run")] == list(range(1, steps + 3))
 
 
@@ -129,11 +200,23 @@ def test_what_another_run_has_left_is_not_taken_for_this_one(trained, tmp_path):
     server = Server("--model.name", trained, log=tmp_path / "log")
     (out / "alive" / "trainer").write_text("1 1")  # as one that was killed leaves it
     done = command(
-        "orchestrator", "@", f"{TINY}/rl/orch.toml", "--model.name", trained, "--output-dir", out,
-        "--weights-timeout", 3, "--client.base-url", server.url, ok=False,
-    )  # fmt: skip
+        "orchestrator",
+        "@",
+        f"{TINY}/rl/orch.toml",
+        "--model.name",
+        trained,
+        "--output-dir",
+        out,
+        "--weights-timeout",
+        3,
+        "--client.base-url",
+        server.url,
+        ok=False,
+    )
     server.stop()
-    assert f"waited 3 s for the trainer of a run in {out}; is there a trainer over it?" in done.stderr
+    assert (
+        f"waited 3 s for the trainer of a run in {out}; is there a trainer over it?" in done.stderr
+    )
     assert sorted(p.name for p in (out / "rollouts").iterdir()) == ["step_1"]
 
 
@@ -150,9 +233,22 @@ class Still:
     def __init__(self, part, out, model):
         self.part, self.out, self.log = part, out, out.with_suffix(".log")
         words = [
-            BIN / "rl", *TINY_RL, "--inference", "@", f"{TINY}/rl/infer.toml", "--model.name", model, *SMALL,
-            "--output-dir", out, "--inference.server.port", 0, *ON_POLICY, "--orchestrator.env", WORKER,
-        ]  # fmt: skip
+            BIN / "rl",
+            *TINY_RL,
+            "--inference",
+            "@",
+            f"{TINY}/rl/infer.toml",
+            "--model.name",
+            model,
+            *SMALL,
+            "--output-dir",
+            out,
+            "--inference.server.port",
+            0,
+            *ON_POLICY,
+            "--orchestrator.env",
+            WORKER,
+        ]
         self.process = start(*words, log=self.log.open("w"))
 
     def is_there(self):
@@ -167,7 +263,11 @@ class Still:
         os.kill(self.stopped, signal.SIGSTOP)
 
     def pid_of(self, name):
-        return next(p for p, words in children(self.process.pid).items() if words[1:5] == ["-P", "-m", "hone", name])
+        return next(
+            p
+            for p, words in children(self.process.pid).items()
+            if words[1:5] == ["-P", "-m", "hone", name]
+        )
 
     def end(self):
         end(self.process)
@@ -191,7 +291,9 @@ class Late:
         while not self.is_over.wait(0.2):
             for name in self.names:
                 place = self.source / name
-                for path in [place] if place.is_file() else place.glob("*") if place.is_dir() else []:
+                for path in (
+                    [place] if place.is_file() else place.glob("*") if place.is_dir() else []
+                ):
                     with contextlib.suppress(FileNotFoundError):  # one that was renamed meanwhile
                         self.look(path)
             while self.waiting and self.waiting[0][0] < time.monotonic():
@@ -201,7 +303,9 @@ class Late:
     def look(self, path):
         changed = path.stat().st_mtime_ns
         if path.suffix != ".partial" and self.seen.get(path) != changed:
-            self.waiting.append((time.monotonic() + LATE, path.relative_to(self.source), read(path)))
+            self.waiting.append(
+                (time.monotonic() + LATE, path.relative_to(self.source), read(path))
+            )
             self.seen[path] = changed
 
 
@@ -241,7 +345,9 @@ class Minute(threading.Thread):
             for part in ("inference", "orchestrator", r"trainer", "worker"):
                 self.runs[part] = Still(part, self.root / part, self.model)
             waiting, deadline = list(self.runs.values()), time.monotonic() + HANG_SECONDS
-            while waiting:  # each as soon as it is there: it would be at its end when the others are
+            while (
+                waiting
+            ):  # each as soon as it is there: it would be at its end when the others are
                 assert time.monotonic() < deadline, [run.part for run in waiting]
                 for run in [run for run in waiting if run.is_there()]:
                     run.stop()
@@ -262,15 +368,28 @@ class Minute(threading.Thread):
             Late(theirs, ours, ["run_rl.json", "alive", "broadcasts"]),
             Late(ours, theirs, ["rollouts", "alive"]),
         ]
-        small = [word.replace("orchestrator.", "") if isinstance(word, str) else word for word in SMALL]
+        small = [
+            word.replace("orchestrator.", "") if isinstance(word, str) else word for word in SMALL
+        ]
         of_orchestrator = ("--client.base-url", self.server.url, "--env", WORKER, *small)
         for name, file, out, options in (
-            ("trainer", "train", theirs, ()), ("orchestrator", "orch", ours, of_orchestrator)
-        ):  # fmt: skip
+            ("trainer", "train", theirs, ()),
+            ("orchestrator", "orch", ours, of_orchestrator),
+        ):
             words = [
-                BIN / name, "@", f"{TINY}/rl/{file}.toml", "--model.name", self.model, "--output-dir", out,
-                "--max-async-level", 0, "--max-steps", 1, *options,
-            ]  # fmt: skip
+                BIN / name,
+                "@",
+                f"{TINY}/rl/{file}.toml",
+                "--model.name",
+                self.model,
+                "--output-dir",
+                out,
+                "--max-async-level",
+                0,
+                "--max-steps",
+                1,
+                *options,
+            ]
             log = (self.root / f"late_{name}.log").open("w")
             self.processes.append(start(*words, log=log))
 
@@ -305,13 +424,19 @@ def minute(under_way):
 @pytest.mark.parametrize(
     ("part", "who", "words"),
     [
-        ("inference", "orchestrator", r"\(/health did not answer within \d+ s\); what was asked of it is asked again"),
+        (
+            "inference",
+            "orchestrator",
+            r"\(/health did not answer within \d+ s\); what was asked of it is asked again",
+        ),
         ("orchestrator", "trainer", r"No sign of life from the orchestrator for \d+ s"),
         ("trainer", "orchestrator", r"No sign of life from the trainer for \d+ s"),
         ("worker", "orchestrator", r"gives no sign of life for \d+ s: it is killed, and its"),
     ],
 )
-def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(part, who, words, minute):
+def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(
+    part, who, words, minute
+):
     root, log = minute.root, minute.runs[part].log.read_text()
     assert minute.codes[part] == 0 and re.search(words, log), log
     assert re.search(words, (root / part / "logs" / f"{who}.log").read_text())

@@ -101,7 +101,11 @@ def test_other_processes_compile_what_the_cache_lacks(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=HANG_SECONDS,
+        [sys.executable, "-c", SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr

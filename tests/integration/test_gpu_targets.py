@@ -19,9 +19,12 @@ from tests.targets import CARDS, SHAPES
 def test_all_kernels_compile(capability, shape):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.targets", capability, shape], env=environment, capture_output=True, text=True,
+        [sys.executable, "-m", "tests.targets", capability, shape],
+        env=environment,
+        capture_output=True,
+        text=True,
         cwd=Path(__file__).parents[2],
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kernels"] > 40 and not found["wrong"]

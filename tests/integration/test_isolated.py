@@ -55,7 +55,9 @@ def environment(tmp_path, monkeypatch):
     (tmp_path / "isolated_env.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    made = load_environments([EnvConfig(id="isolated-env", args={"word": "say"}, workers=1)])["isolated-env"]
+    made = load_environments([EnvConfig(id="isolated-env", args={"word": "say"}, workers=1)])[
+        "isolated-env"
+    ]
     assert isinstance(made, Isolated) and len(made.get_dataset()) == 4
     return made
 
@@ -80,7 +82,10 @@ def test_a_worker_that_was_stopped_is_named_killed_and_replaced_and_one_that_blo
         assert first.metrics["pid"] != second.metrics["pid"]
 
     run(environment, program)
-    assert "The worker of isolated-env" in caplog.text and "its 1 rollouts are tried again" in caplog.text
+    assert (
+        "The worker of isolated-env" in caplog.text
+        and "its 1 rollouts are tried again" in caplog.text
+    )
 
 
 def run(environment, program):
@@ -97,7 +102,9 @@ def test_rollouts_of_a_worker_are_those_of_the_environment(environment):
     well, raises = environment.get_dataset()[:2]
 
     async def program():
-        done = await asyncio.gather(*(environment.rollout(Model(0.01), well, Sampling(seed=i)) for i in range(5)))
+        done = await asyncio.gather(
+            *(environment.rollout(Model(0.01), well, Sampling(seed=i)) for i in range(5))
+        )
         with pytest.raises(RuntimeError, match="KeyError: 'nothing here'"):
             await environment.rollout(Model(), raises, Sampling())
         with pytest.raises(RuntimeError, match="ValueError: refused"):
@@ -105,9 +112,13 @@ def test_rollouts_of_a_worker_are_those_of_the_environment(environment):
         return done
 
     done = run(environment, program)
-    assert {r.metrics["pid"] for r in done} != {float(os.getpid())} and len({r.metrics["pid"] for r in done}) == 1
+    assert {r.metrics["pid"] for r in done} != {float(os.getpid())} and len(
+        {r.metrics["pid"] for r in done}
+    ) == 1
     assert done[0].reward == 16.0 and done[0].example is well
-    assert done[0].turns == [Turn([7, 8], Completion([1, 2], [-0.5, -0.25], [3, 3], "stop"), "say wellsay well")]
+    assert done[0].turns == [
+        Turn([7, 8], Completion([1, 2], [-0.5, -0.25], [3, 3], "stop"), "say wellsay well")
+    ]
 
 
 def test_a_worker_that_dies_fails_its_rollouts_and_is_replaced(environment):
@@ -118,7 +129,9 @@ def test_a_worker_that_dies_fails_its_rollouts_and_is_replaced(environment):
         under_way = asyncio.ensure_future(environment.rollout(Model(30), well, Sampling()))
         await asyncio.sleep(0.2)
         os.kill(int(first.metrics["pid"]), signal.SIGKILL)
-        with pytest.raises(ConnectionError, match=r"the worker of isolated-env was killed \(SIGKILL\)"):
+        with pytest.raises(
+            ConnectionError, match=r"the worker of isolated-env was killed \(SIGKILL\)"
+        ):
             await under_way
         return first, await environment.rollout(Model(), well, Sampling())
 

@@ -33,7 +33,9 @@ def tools():
 
 
 def run(*words, cwd=CHART, ok=True):
-    done = subprocess.run(list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = subprocess.run(
+        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert (done.returncode == 0) == ok, done.stdout + done.stderr
     return done.stdout if ok else done.stderr
 
@@ -64,7 +66,9 @@ def pods_of(manifests):
 
 
 @pytest.mark.parametrize("workload", ["StatefulSet", "JobSet"])
-@pytest.mark.parametrize("example", [None, *EXAMPLES], ids=lambda one: one.stem if one else "defaults")
+@pytest.mark.parametrize(
+    "example", [None, *EXAMPLES], ids=lambda one: one.stem if one else "defaults"
+)
 def test_strict_lint_both_helms_and_the_schemas_of_kubernetes(tools, tmp_path, example, workload):
     options = ["--set", f"workload={workload}", *(["-f", example] if example else [])]
     run(tools / "helm", "lint", "--strict", CHART, *options)
@@ -75,7 +79,12 @@ def test_strict_lint_both_helms_and_the_schemas_of_kubernetes(tools, tmp_path, e
             manifests.remove(one)
             assert_is_jobset(tools, one)
             manifests += [
-                {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": job["name"]}, **job["template"]}
+                {
+                    "apiVersion": "batch/v1",
+                    "kind": "Job",
+                    "metadata": {"name": job["name"]},
+                    **job["template"],
+                }
                 for job in one["spec"]["replicatedJobs"]
             ]
             for job in manifests[-3:]:
@@ -93,7 +102,10 @@ def assert_is_jobset(tools, one):
         "print(json.dumps(J.from_dict(json.load(sys.stdin)).to_dict()))"
     )
     done = subprocess.run(
-        [tools.parent / "venv" / "bin" / "python", "-c", program], input=json.dumps(one), capture_output=True, text=True
+        [tools.parent / "venv" / "bin" / "python", "-c", program],
+        input=json.dumps(one),
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     back = json.loads(done.stdout)
@@ -108,7 +120,9 @@ def differences(wanted, found, place=""):
             yield from differences(value, (found or {}).get(key), f"{place}.{key}")
     elif isinstance(wanted, list):
         for i, value in enumerate(wanted):
-            yield from differences(value, found[i] if found and i < len(found) else None, f"{place}[{i}]")
+            yield from differences(
+                value, found[i] if found and i < len(found) else None, f"{place}[{i}]"
+            )
     elif wanted != found:
         yield f"{place}: {wanted!r} became {found!r}"
 
@@ -117,10 +131,17 @@ def test_the_lines_of_the_example_page(tools):
     """`helm install my-exp ./prime-rl -f ./prime-rl/examples/reverse-text.yaml`, from k8s/, and what is typed after."""
     words = ("template", "my-exp", "./prime-rl", "-f", "./prime-rl/examples/reverse-text.yaml")
     manifests = list(yaml.safe_load_all(run(tools / "helm", *words, *SEED, cwd=ROOT / "k8s")))
-    assert set(of_kind(manifests, "StatefulSet")) == {"my-exp-inference", "my-exp-orchestrator", "my-exp-trainer"}
+    assert set(of_kind(manifests, "StatefulSet")) == {
+        "my-exp-inference",
+        "my-exp-orchestrator",
+        "my-exp-trainer",
+    }
     assert list(of_kind(manifests, "PersistentVolumeClaim")) == ["prime-rl-shared-data"]
     for name, pod in pods_of(manifests).items():
-        assert pod["metadata"]["labels"].items() >= {"app": "prime-rl", "example": "reverse-text"}.items()
+        assert (
+            pod["metadata"]["labels"].items()
+            >= {"app": "prime-rl", "example": "reverse-text"}.items()
+        )
         (container,) = pod["spec"]["containers"]
         assert "sleep infinity" in container["command"][-1] and "readinessProbe" not in container
         mounts = {one["mountPath"]: one["name"] for one in container["volumeMounts"]}
@@ -130,24 +151,40 @@ def test_the_lines_of_the_example_page(tools):
         gpus = container["resources"]["limits"].get("nvidia.com/gpu")
         assert gpus == (None if name == "orchestrator" else 1)
     manifests = list(yaml.safe_load_all(run(tools / "helm", *words, cwd=ROOT / "k8s")))
-    commands = {name: pod["spec"]["containers"][0]["command"][4:] for name, pod in pods_of(manifests).items()}
+    commands = {
+        name: pod["spec"]["containers"][0]["command"][4:]
+        for name, pod in pods_of(manifests).items()
+    }
     assert commands["orchestrator"][:5] == [
-        "orchestrator", "@", "/app/examples/reverse_text/rl/orch.toml", "--output-dir", "/data/outputs",
-    ]  # fmt: skip
+        "orchestrator",
+        "@",
+        "/app/examples/reverse_text/rl/orch.toml",
+        "--output-dir",
+        "/data/outputs",
+    ]
     assert commands["trainer"][:3] == ["trainer", "@", "/app/examples/reverse_text/rl/train.toml"]
-    assert commands["inference"][:3] == ["inference", "@", "/app/examples/reverse_text/rl/infer.toml"]
+    assert commands["inference"][:3] == [
+        "inference",
+        "@",
+        "/app/examples/reverse_text/rl/infer.toml",
+    ]
     for words in commands.values():
         assert (ROOT / Path(words[2]).relative_to("/app")).is_file()
 
 
 def test_two_releases_in_one_namespace_do_not_meet(tools):
-    sets = [rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml", release=r)[1] for r in ("a", "b")]
+    sets = [
+        rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml", release=r)[1]
+        for r in ("a", "b")
+    ]
     names = [{(one["kind"], one["metadata"]["name"]) for one in manifests} for manifests in sets]
     assert not names[0] & names[1]
     labels = [pod["metadata"]["labels"] for pod in pods_of(sets[1]).values()]
     for one in sets[0]:
         selector = one["spec"].get("selector") if one["kind"] == "Service" else None
-        selector = one["spec"]["selector"]["matchLabels"] if one["kind"] == "StatefulSet" else selector
+        selector = (
+            one["spec"]["selector"]["matchLabels"] if one["kind"] == "StatefulSet" else selector
+        )
         if selector:
             assert not any(selector.items() <= found.items() for found in labels)
             own = [pod["metadata"]["labels"] for pod in pods_of(sets[0]).values()]
@@ -171,17 +208,25 @@ def test_everything_is_in_the_namespace_and_the_claim_outlives_the_release(tools
 
 
 def test_the_key_comes_from_a_secret_where_one_is_given(tools):
-    for options, name in ((("apiKey.value=x",), "my-exp-api-key"), (("apiKey.existingSecret=own",), "own")):
+    for options, name in (
+        (("apiKey.value=x",), "my-exp-api-key"),
+        (("apiKey.existingSecret=own",), "own"),
+    ):
         manifests = rendered(tools, *(word for option in options for word in ("--set", option)))[1]
         for pod in pods_of(manifests).values():
             found = {one["name"]: one for one in pod["spec"]["containers"][0]["env"]}
-            assert found["HONE_API_KEY"]["valueFrom"]["secretKeyRef"] == {"name": name, "key": "api-key"}
+            assert found["HONE_API_KEY"]["valueFrom"]["secretKeyRef"] == {
+                "name": name,
+                "key": "api-key",
+            }
             assert "key" not in [one["name"] for one in pod["spec"].get("initContainers", [])]
 
 
 def test_a_changed_configuration_starts_the_pods_again(tools):
     def sums(*options):
-        pods = pods_of(rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml", *options)[1])
+        pods = pods_of(
+            rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml", *options)[1]
+        )
         return {pod["metadata"]["annotations"]["checksum/config"] for pod in pods.values()}
 
     assert len(sums()) == 1 and sums() != sums("--set", "config.train\\.toml=max_steps = 3")
@@ -208,12 +253,17 @@ def test_every_value_of_a_wrong_type_is_refused_and_so_is_an_unknown_key(tools, 
             tree = {key: tree}
         file.write_text(yaml.safe_dump(tree))
         done = subprocess.run(
-            [tools / "helm", "template", "x", CHART, "-f", file], capture_output=True, text=True, timeout=HANG_SECONDS
+            [tools / "helm", "template", "x", CHART, "-f", file],
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
         )
         if done.returncode == 0 or place[-1] not in done.stderr:
             taken.append((".".join(place), done.stderr[:200]))
     assert not taken, taken
-    assert "learning_rate" in run(tools / "helm", "template", "x", CHART, "--set", "trainer.learning_rate=1", ok=False)
+    assert "learning_rate" in run(
+        tools / "helm", "template", "x", CHART, "--set", "trainer.learning_rate=1", ok=False
+    )
 
 
 def test_several_pods_of_a_trainer_meet_by_name(tools):
@@ -224,8 +274,17 @@ def test_several_pods_of_a_trainer_meet_by_name(tools):
         pods = pods_of(manifests)
         words = pods["trainer"]["spec"]["containers"][0]["command"]
         assert words[4:14] == [
-            "python", "-m", "hone.launch.rank_launcher", "--ranks", "8", "--nodes", "2", "--node", "$(POD_INDEX)", "--meet",
-        ]  # fmt: skip
+            "python",
+            "-m",
+            "hone.launch.rank_launcher",
+            "--ranks",
+            "8",
+            "--nodes",
+            "2",
+            "--node",
+            "$(POD_INDEX)",
+            "--meet",
+        ]
         assert words[14] == f"{first}.my-exp-trainer:29500"
         services = of_kind(manifests, "Service")
         assert services["my-exp-trainer"]["spec"]["clusterIP"] == "None"
@@ -257,7 +316,11 @@ class Pod:
 
     def _environment(self, container):
         fields = {"metadata.name": f"my-exp-{self.name}-0"}
-        found = {"PATH": f"/app/.venv/bin:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        found = {
+            "PATH": f"/app/.venv/bin:{os.environ['PATH']}",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         for one in container["env"]:
             field = one.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath")
             found[one["name"]] = one["value"] if "value" in one else fields.get(field, "0")
@@ -268,21 +331,42 @@ class Pod:
         given = self._environment(container)
         for name, value in given.items():
             words = [word.replace(f"$({name})", value) for word in words]
-        mounted = {one["mountPath"]: one["name"] for one in container["volumeMounts"] if one["name"] in self.volumes}
+        mounted = {
+            one["mountPath"]: one["name"]
+            for one in container["volumeMounts"]
+            if one["name"] in self.volumes
+        }
         mounts = {"/app": ROOT, **{target: self.volumes[name] for target, name in mounted.items()}}
-        binds = [f"mount --bind {shlex.quote(str(place))} {shlex.quote(target)}" for target, place in mounts.items()]
+        binds = [
+            f"mount --bind {shlex.quote(str(place))} {shlex.quote(target)}"
+            for target, place in mounts.items()
+        ]
         if any(ROOT.is_relative_to(target) for target in mounted):
             # A volume hides the checkout, whose path the scripts of the environment name: it is mounted there again.
-            binds += [f"mkdir -p {shlex.quote(str(ROOT))}", f"mount --bind /app {shlex.quote(str(ROOT))}"]
+            binds += [
+                f"mkdir -p {shlex.quote(str(ROOT))}",
+                f"mount --bind /app {shlex.quote(str(ROOT))}",
+            ]
         script = f'set -e; {"; ".join(binds)}; cd {container["workingDir"]}; exec env -i "$@"'
-        return [*self.where, "bash", "-c", script, "pod", *(f"{k}={v}" for k, v in given.items()), *words]
+        return [
+            *self.where,
+            "bash",
+            "-c",
+            script,
+            "pod",
+            *(f"{k}={v}" for k, v in given.items()),
+            *words,
+        ]
 
     def _run(self, container):
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                self.command(container, container["command"]), stdin=subprocess.DEVNULL, stdout=log,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                self.command(container, container["command"]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return self.process.wait()
 
     def _keep(self):
@@ -296,7 +380,10 @@ class Pod:
 
     def inside(self, *words):
         done = subprocess.run(
-            self.command(self.spec["containers"][0], list(words)), capture_output=True, text=True, timeout=HANG_SECONDS
+            self.command(self.spec["containers"][0], list(words)),
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -333,7 +420,10 @@ def cluster(tmp_path):
     names = [f"my-exp-{name}-0" for name in SERVICES]
     others = {}
     for name, i in SERVICES.items():
-        others |= {f"my-exp-{name}": f"10.78.3.{10 + i}", f"my-exp-{name}-0.my-exp-{name}": f"10.78.3.{10 + i}"}
+        others |= {
+            f"my-exp-{name}": f"10.78.3.{10 + i}",
+            f"my-exp-{name}-0.my-exp-{name}": f"10.78.3.{10 + i}",
+        }
     with namespaces.Nodes(names, others=others) as nodes:
         yield nodes
     for path in made:
@@ -348,7 +438,11 @@ def compiled(data):
 
 
 def volumes_of(tmp_path, name, manifests):
-    found = {"data": tmp_path / "data", "config": tmp_path / "config", "tmp": tmp_path / name / "tmp"}
+    found = {
+        "data": tmp_path / "data",
+        "config": tmp_path / "config",
+        "tmp": tmp_path / name / "tmp",
+    }
     for path in found.values():
         path.mkdir(parents=True, exist_ok=True)
     compiled(found["data"])
@@ -363,7 +457,12 @@ def started(tools, nodes, tmp_path, *options):
     templates = pods_of(manifests)
     return {
         name: Pod(
-            name, templates[name], nodes, i, volumes_of(tmp_path, name, manifests), tmp_path / f"{name}.log"
+            name,
+            templates[name],
+            nodes,
+            i,
+            volumes_of(tmp_path, name, manifests),
+            tmp_path / f"{name}.log",
         ).start()
         for name, i in SERVICES.items()
     }
@@ -384,7 +483,9 @@ def rows(tmp_path):
     return read_rows(file) if file.exists() else []
 
 
-def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an_eviction(tools, cluster, tmp_path):
+def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an_eviction(
+    tools, cluster, tmp_path
+):
     pods = started(tools, cluster, tmp_path)
     try:
         until(lambda: len(rows(tmp_path)) >= 23, pods)  # a checkpoint is at step 20
@@ -394,34 +495,71 @@ def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an
         until(lambda: len(rows(tmp_path)) >= 30, pods)
         code = pods["trainer"].delete()  # a node is drained: a checkpoint at the next step
         assert "ended with code 85" in pods["trainer"].text() and code is not None
-        left = sorted(int(one.name[5:]) for one in (tmp_path / "data/outputs/checkpoints").glob("step_*"))[-1]
+        left = sorted(
+            int(one.name[5:]) for one in (tmp_path / "data/outputs/checkpoints").glob("step_*")
+        )[-1]
         assert left % 20 and left >= 30, left
         volumes = pods["trainer"].volumes
         pods["trainer"] = Pod(
-            "trainer", {"spec": pods["trainer"].spec}, cluster, 2, volumes, tmp_path / "trainer2.log"
+            "trainer",
+            {"spec": pods["trainer"].spec},
+            cluster,
+            2,
+            volumes,
+            tmp_path / "trainer2.log",
         ).start()
-        until(lambda: all("the pod stays" in pods[name].text() for name in ("orchestrator", "trainer")), pods)
-        assert (tmp_path / "data" / "outputs" / "weights" / "step_60" / "model.safetensors").is_file()
+        until(
+            lambda: all(
+                "the pod stays" in pods[name].text() for name in ("orchestrator", "trainer")
+            ),
+            pods,
+        )
+        assert (
+            tmp_path / "data" / "outputs" / "weights" / "step_60" / "model.safetensors"
+        ).is_file()
         found = {row["step"]: row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row}
         assert set(found) == set(range(1, 61)) and found[60] > found[1] + 0.1, found
-        assert f"Resuming from step {left}" in pods["trainer"].text() or f"step_{left}" in pods["trainer"].text()
+        assert (
+            f"Resuming from step {left}" in pods["trainer"].text()
+            or f"step_{left}" in pods["trainer"].text()
+        )
 
-        for i, name in enumerate(("orchestrator", "trainer"), 1):  # drained after the end: they see that it is over
+        for i, name in enumerate(
+            ("orchestrator", "trainer"), 1
+        ):  # drained after the end: they see that it is over
             pods[name].delete()
-            again = Pod(name, {"spec": pods[name].spec}, cluster, i, pods[name].volumes, tmp_path / f"{name}3.log")
+            again = Pod(
+                name,
+                {"spec": pods[name].spec},
+                cluster,
+                i,
+                pods[name].volumes,
+                tmp_path / f"{name}3.log",
+            )
             pods[name] = again.start()
-        until(lambda: all("the pod stays" in pods[name].text() for name in ("orchestrator", "trainer")), pods)
+        until(
+            lambda: all(
+                "the pod stays" in pods[name].text() for name in ("orchestrator", "trainer")
+            ),
+            pods,
+        )
 
         key = tmp_path / "data" / ".keys" / "my-exp"
         assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text().strip()) == 32
         asked = f"""vf-eval reverse-text -m {MODEL} -b $INFERENCE_URL -n 4 -r 1 --max-tokens 20 -a '{SHORT}'"""
         code, said = pods["trainer"].inside("bash", "-c", asked)
         assert code == 0, said
-        test = of_kind(rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml")[1], "Pod")["my-exp-answers"]
+        test = of_kind(
+            rendered(tools, "-f", CHART / "examples" / "reverse-text-tiny.yaml")[1], "Pod"
+        )["my-exp-answers"]
         done = subprocess.run(
-            pods["orchestrator"].command(test["spec"]["containers"][0], test["spec"]["containers"][0]["command"]),
-            capture_output=True, text=True, timeout=HANG_SECONDS,
-        )  # fmt: skip
+            pods["orchestrator"].command(
+                test["spec"]["containers"][0], test["spec"]["containers"][0]["command"]
+            ),
+            capture_output=True,
+            text=True,
+            timeout=HANG_SECONDS,
+        )
         assert done.returncode == 0, done.stderr
     finally:
         for pod in pods.values():
@@ -439,16 +577,23 @@ def test_the_manual_way_of_the_example_page(tools, cluster, tmp_path):
         "trainer": "uv run trainer @ /config/train.toml --output-dir /data/outputs --max-steps 3",
     }
     programs = shlex.quote(str(Path(uv).parent))
-    offline = f'export PATH={programs}:"$PATH" UV_PROJECT=/app UV_NO_SYNC=1 UV_OFFLINE=1 UV_FROZEN=1; '
+    offline = (
+        f'export PATH={programs}:"$PATH" UV_PROJECT=/app UV_NO_SYNC=1 UV_OFFLINE=1 UV_FROZEN=1; '
+    )
     running = {}
     try:
         until(lambda: (tmp_path / "data" / ".keys" / "my-exp").exists(), pods)
         for name, words in typed.items():
             log = (tmp_path / f"{name}_typed.log").open("w")
             running[name] = subprocess.Popen(
-                pods[name].command(pods[name].spec["containers"][0], ["bash", "-c", offline + words]),
-                stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                pods[name].command(
+                    pods[name].spec["containers"][0], ["bash", "-c", offline + words]
+                ),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         for name in ("orchestrator", "trainer"):
             code = running[name].wait(HANG_SECONDS)
             assert code == 0, (tmp_path / f"{name}_typed.log").read_text()[-3000:]

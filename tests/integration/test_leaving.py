@@ -21,15 +21,51 @@ def words_of(kind, trained, out, tmp_path):
         rows = [{"prompt": "p", "completion": "c" * n} for n in range(1, 40)]
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         return [
-            "sft", "--model.name", trained, "--data.name", tmp_path / "data.jsonl", "--data.batch-size", 4,
-            "--data.seq-len", 64, "--max-steps", 4 * STEPS, "--ckpt.interval", 1000, "--output-dir", out,
-        ]  # fmt: skip
+            "sft",
+            "--model.name",
+            trained,
+            "--data.name",
+            tmp_path / "data.jsonl",
+            "--data.batch-size",
+            4,
+            "--data.seq-len",
+            64,
+            "--max-steps",
+            4 * STEPS,
+            "--ckpt.interval",
+            1000,
+            "--output-dir",
+            out,
+        ]
     return [
-        "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--orchestrator.batch-size", 64,
-        "--orchestrator.rollouts-per-example", 8, "--orchestrator.sampling.max-tokens", 16, "--seq-len", 64,
-        "--max-steps", STEPS, "--trainer.optim.lr", 1e-3, "--ckpt.interval", 1000, "--max-async-level", 0,
-        "--deployment", kind, "--inference.server.port", 0, "--output-dir", out,
-    ]  # fmt: skip
+        "rl",
+        "--model.name",
+        trained,
+        "--orchestrator.env",
+        RL_ENV,
+        "--orchestrator.batch-size",
+        64,
+        "--orchestrator.rollouts-per-example",
+        8,
+        "--orchestrator.sampling.max-tokens",
+        16,
+        "--seq-len",
+        64,
+        "--max-steps",
+        STEPS,
+        "--trainer.optim.lr",
+        1e-3,
+        "--ckpt.interval",
+        1000,
+        "--max-async-level",
+        0,
+        "--deployment",
+        kind,
+        "--inference.server.port",
+        0,
+        "--output-dir",
+        out,
+    ]
 
 
 def leave(words, out, tmp_path, metrics, number=signal.SIGUSR1, code=AGAIN):

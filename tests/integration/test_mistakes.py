@@ -30,7 +30,15 @@ def refused(outputs, *words):
 
 
 def rl(*options):
-    return ["rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", RL_ENV, *options]
+    return [
+        "rl",
+        "--model.name",
+        MODEL,
+        "--model.random-init",
+        "--orchestrator.env",
+        RL_ENV,
+        *options,
+    ]
 
 
 @pytest.mark.main_path
@@ -56,14 +64,18 @@ def test_batch_not_divisible(outputs):
 @pytest.mark.main_path
 def test_missing_file(outputs):
     message = refused(outputs, "sft", "@", f"{TINY}/stf.toml")
-    assert "stf.toml: no such file" in message and "did you mean" in message and "sft.toml" in message
+    assert (
+        "stf.toml: no such file" in message and "did you mean" in message and "sft.toml" in message
+    )
     assert "no file nowhere.jsonl" in refused(outputs, *SFT, "--data.name", "nowhere.jsonl")
 
 
 @pytest.mark.main_path
 def test_unknown_environment(outputs):
     env = '{"id": "reverse-txt"}'
-    message = refused(outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env)
+    message = refused(
+        outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env
+    )
     assert "'reverse-txt' is not installed" in message and "did you mean reverse-text?" in message
 
 
@@ -102,13 +114,19 @@ def test_groups_of_one(outputs):
 
 def test_unreachable_hub(outputs):
     env = '{"id": "reverse-text"}'
-    message = refused(outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env)
+    message = refused(
+        outputs, "rl", "--model.name", MODEL, "--model.random-init", "--orchestrator.env", env
+    )
     assert "cannot be loaded from the hub" in message
-    assert "cannot be reached" in refused(outputs, "rl", "--model.name", "owner/model", "--orchestrator.env", RL_ENV)
+    assert "cannot be reached" in refused(
+        outputs, "rl", "--model.name", "owner/model", "--orchestrator.env", RL_ENV
+    )
 
 
 def test_prompts_that_do_not_fit(outputs):
-    message = command(*rl("--seq-len", "4", "--max-steps", "1", "--output-dir", outputs), ok=False).stderr
+    message = command(
+        *rl("--seq-len", "4", "--max-steps", "1", "--output-dir", outputs), ok=False
+    ).stderr
     assert "every rollout failed" in message and "maximum context length is 4" in message
 
 
@@ -138,17 +156,45 @@ def load_environment(place="reward"):
 
 @pytest.mark.parametrize("deployment", ["colocated", "processes"])
 @pytest.mark.main_path
-def test_code_of_an_environment_that_exits_is_named_and_no_run_ends_well(tmp_path, trained, deployment):
+def test_code_of_an_environment_that_exits_is_named_and_no_run_ends_well(
+    tmp_path, trained, deployment
+):
     (tmp_path / "exits_env.py").write_text(EXITS)
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     words = [
-        "rl", "--model.name", trained, "--orchestrator.env.id", "exits_env", "--max-steps", 2, "--seq-len", 64,
-        "--orchestrator.batch-size", 16, "--orchestrator.rollouts-per-example", 8, "--deployment", deployment,
-        "--orchestrator.sampling.max-tokens", 4, "--inference.server.port", 0, "--output-dir", tmp_path / "out",
-    ]  # fmt: skip
+        "rl",
+        "--model.name",
+        trained,
+        "--orchestrator.env.id",
+        "exits_env",
+        "--max-steps",
+        2,
+        "--seq-len",
+        64,
+        "--orchestrator.batch-size",
+        16,
+        "--orchestrator.rollouts-per-example",
+        8,
+        "--deployment",
+        deployment,
+        "--orchestrator.sampling.max-tokens",
+        4,
+        "--inference.server.port",
+        0,
+        "--output-dir",
+        tmp_path / "out",
+    ]
     done = command(*words, ok=False, env=env)
-    assert "reward function exits wanted to end the process: it called exit()" in done.stdout + done.stderr
+    assert (
+        "reward function exits wanted to end the process: it called exit()"
+        in done.stdout + done.stderr
+    )
     assert not (tmp_path / "out" / "weights" / "step_2").exists()
     if deployment == "colocated":
-        done = command(*words, "--clean", "--orchestrator.env.args.place", "load", ok=False, env=env)
-        assert "load_environment() raised ExitInUserCode: it called exit() (SystemExit: None)" in done.stderr
+        done = command(
+            *words, "--clean", "--orchestrator.env.args.place", "load", ok=False, env=env
+        )
+        assert (
+            "load_environment() raised ExitInUserCode: it called exit() (SystemExit: None)"
+            in done.stderr
+        )

@@ -20,7 +20,15 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import model_checksum
 from hone.transport import network
-from hone.transport.gpu_memory import Owned, Stamp, StampReader, gpu_of, layout_of, machine_of, tensors_in
+from hone.transport.gpu_memory import (
+    Owned,
+    Stamp,
+    StampReader,
+    gpu_of,
+    layout_of,
+    machine_of,
+    tensors_in,
+)
 from hone.transport.network import NetworkReceiver, NetworkSender, Secret
 from tests.hangs import HANG_SECONDS
 
@@ -47,7 +55,8 @@ proof = Proof(model)
 for line in sys.stdin:
     try:
         receiver.receive_version(message, int(line), None, proof.tensors, proof.follow_arrivals())
-        print(proof.combine_checksum(proof.weight_fingerprints()), "read" if receiver._trainer.shown else "sent", flush=True)
+        how = "read" if receiver._trainer.shown else "sent"
+        print(proof.combine_checksum(proof.weight_fingerprints()), how, flush=True)
     except (Superseded, ValueError) as error:
         print(error, flush=True)
 """.replace("SPEC", repr(SPEC))
@@ -64,10 +73,21 @@ class Server:
 
     def __init__(self, message, gpu=None, dtype="float32", *words):
         device, environment = (
-            ("cpu", {}) if gpu is None else ("cuda", {"CUDA_VISIBLE_DEVICES": machine.usable_gpus()[gpu]})
+            ("cpu", {})
+            if gpu is None
+            else ("cuda", {"CUDA_VISIBLE_DEVICES": machine.usable_gpus()[gpu]})
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVER, json.dumps(message), device, dtype, str(network.PORTION), *words],
+            [
+                sys.executable,
+                "-c",
+                SERVER,
+                json.dumps(message),
+                device,
+                dtype,
+                str(network.PORTION),
+                *words,
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -92,7 +112,9 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
     with NetworkSender("127.0.0.1", LOG) as sender:
         servers = []
         try:
-            assert sender.send_version(5, one, None) == sum(4 * tensor.numel() for tensor in one.values())
+            assert sender.send_version(5, one, None) == sum(
+                4 * tensor.numel() for tensor in one.values()
+            )
             message = sender.delivery_message
             assert len(bytes.fromhex(message.pop("secret"))) == 32
             expected = {"type": "nccl", "source": sender.source, "dtype": "float32"}
@@ -107,7 +129,9 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
             servers[1].end()
             servers[1] = Server(message, gpu, "float32", *opening)  # started again
             sender.send_version(6, two, None)
-            assert [server.take(6) for server in servers] == [f"{model_checksum(made(2))} {way}"] * 2
+            assert [server.take(6) for server in servers] == [
+                f"{model_checksum(made(2))} {way}"
+            ] * 2
             assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
             # The server that was ended had 5. That the others have 6 is said after they have it.
             deadline = time.monotonic() + HANG_SECONDS
@@ -129,10 +153,14 @@ def test_servers_get_what_the_trainer_has(monkeypatch, portion):
 def test_tensors_travel_in_portions_of_about_a_size(monkeypatch):
     monkeypatch.setattr(network, "PORTION", 1000)
     like = {
-        name: torch.empty(size, dtype=torch.uint8) for name, size in {"b": 700, "a": 300, "c": 10, "d": 2000}.items()
+        name: torch.empty(size, dtype=torch.uint8)
+        for name, size in {"b": 700, "a": 300, "c": 10, "d": 2000}.items()
     }
     layout, size = layout_of(like)
-    found = [([name for name, *_ in part], first, end) for part, first, end in network.group_tensors(layout, size)]
+    found = [
+        ([name for name, *_ in part], first, end)
+        for part, first, end in network.group_tensors(layout, size)
+    ]
     assert found == [(["a", "b"], 0, 1280), (["c", "d"], 1280, 3584)] and size == 3584
     assert [end for *_, end in network.group_tensors(*layout_of({"a": like["a"]}))] == [512]
 
@@ -143,7 +171,9 @@ def test_a_server_that_asks_and_dies_keeps_nobody_waiting_for_long(monkeypatch):
     sender.send_version(5, dict(hf_tensors(one)), None)
     with sender:
         host, _, port = sender.source.rpartition(":")
-        store = network.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=10))
+        store = network.distributed.TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=10)
+        )
         store.queue_push("asks", json.dumps({"name": "gone", "number": 1, "version": 5}))
         server = Server(sender.delivery_message)
         try:
@@ -158,7 +188,10 @@ class Mapped(Owned):
     def __init__(self, like, device):
         self.layout, self.size = layout_of(like)
         file = tempfile.NamedTemporaryFile()  # noqa: SIM115
-        self.memory, self.file = torch.from_file(file.name, True, self.size, dtype=torch.uint8), file
+        self.memory, self.file = (
+            torch.from_file(file.name, True, self.size, dtype=torch.uint8),
+            file,
+        )
         self.tensors = tensors_in(self.memory, self.layout)
 
     def words(self):
@@ -178,7 +211,10 @@ def test_servers_read_what_the_trainer_has(monkeypatch):
 def test_a_server_of_another_model_reads_nothing(monkeypatch):
     monkeypatch.setattr(network, "Owned", Mapped)
     with NetworkSender("127.0.0.1", LOG) as sender:
-        other = {name: one[:1] if name == "model.norm.weight" else one for name, one in hf_tensors(made(1))}
+        other = {
+            name: one[:1] if name == "model.norm.weight" else one
+            for name, one in hf_tensors(made(1))
+        }
         sender.send_version(5, other, None)
         server = Server(sender.delivery_message, None, "float32", MAPPED)
         try:
@@ -209,23 +245,34 @@ def test_a_stranger_who_knows_the_port_gets_nothing_and_ends_nothing(is_guessed,
     with NetworkSender("127.0.0.1", LOG) as sender:
         sender.send_version(5, weights, None)
         host, port = sender.source.split(":")
-        stranger = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
+        stranger = torch.distributed.TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=5)
+        )
         asks = sender.secret.key_name("asks") if is_guessed else "asks"
         asked = {"name": "evil", "number": 1, "version": 5, "what": "send", "device": "cpu"}
         wrong = Secret(b"x" * 32)
         for said in (
-            json.dumps(asked), wrong.sign_message("asks", json.dumps(asked)), "", "{", "0" * 64 + "{}", "\x00\xff",
+            json.dumps(asked),
+            wrong.sign_message("asks", json.dumps(asked)),
+            "",
+            "{",
+            "0" * 64 + "{}",
+            "\x00\xff",
             "[" * 100_000,
-            sender.secret.sign_message("memory/evil", json.dumps(asked)), sender.secret.sign_message("asks", "[]"),
-            sender.secret.sign_message("asks", '{"name": 1}'), json.dumps([asked] * 1000),
-        ):  # fmt: skip
+            sender.secret.sign_message("memory/evil", json.dumps(asked)),
+            sender.secret.sign_message("asks", "[]"),
+            sender.secret.sign_message("asks", '{"name": 1}'),
+            json.dumps([asked] * 1000),
+        ):
             stranger.queue_push(asks, said)
         server = Server(sender.delivery_message, None, "float32")
         try:
             assert server.take(5) == f"{model_checksum(made(1))} sent"
         finally:
             server.end()
-        assert sender._thread.is_alive() and set(sender._taken) != {"evil"} and len(sender._taken) == 1
+        assert (
+            sender._thread.is_alive() and set(sender._taken) != {"evil"} and len(sender._taken) == 1
+        )
         for key in ("answer/evil/1", "memory/evil", sender.secret.key_name("answer/evil/1")):
             assert not stranger.check([key])
     assert ("does not have the run's signature" in caplog.text) == is_guessed
@@ -239,7 +286,9 @@ def test_answers_of_a_stranger_are_not_believed():
         receiver, into = NetworkReceiver(), dict(hf_tensors(made(0)))
         before = {name: one.clone() for name, one in into.items()}
         host, port = sender.source.split(":")
-        store = torch.distributed.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=5))
+        store = torch.distributed.TCPStore(
+            host, int(port), is_master=False, timeout=timedelta(seconds=5)
+        )
         secret = Secret(b"\0" * 32)
         store.set(secret.key_name(f"answer/{receiver._name}/1"), "5")  # unsigned
         with pytest.raises(ValueError, match="does not have the run's signature"):
@@ -264,10 +313,17 @@ def test_a_trainer_that_is_gone_is_said_so(monkeypatch):
 
 
 def test_room_for_tensors_in_one_piece():
-    like = {"a": torch.empty(3, 5), "b": torch.empty(7, dtype=torch.bfloat16, device="meta"), "c": torch.empty(2, 2, 2)}
+    like = {
+        "a": torch.empty(3, 5),
+        "b": torch.empty(7, dtype=torch.bfloat16, device="meta"),
+        "c": torch.empty(2, 2, 2),
+    }
     owned = Owned(like, "cpu")
     for i, (name, tensor) in enumerate(owned.tensors.items()):
-        assert (tensor.shape, tensor.dtype) == (like[name].shape, like[name].dtype) and tensor.data_ptr() % 16 == 0
+        assert (tensor.shape, tensor.dtype) == (
+            like[name].shape,
+            like[name].dtype,
+        ) and tensor.data_ptr() % 16 == 0
         tensor.fill_(i)
     assert [tensor.unique().tolist() for tensor in owned.tensors.values()] == [[0], [1], [2]]
     assert owned.memory.numel() == 3 * 256
@@ -288,15 +344,23 @@ for line in sys.stdin:
 def test_contents_change_while_nobody_reads_them():
     stamp = Stamp()
     reader = StampReader(stamp.describe_stamp())
-    with stamp.change_version(5, 0.0) as is_alone, pytest.raises(RuntimeError, match="have been changing for 0 s"):
+    with (
+        stamp.change_version(5, 0.0) as is_alone,
+        pytest.raises(RuntimeError, match="have been changing for 0 s"),
+    ):
         assert is_alone
         with reader.hold_version(0.0):
             pass
-    with reader.hold_version(0.0) as version, StampReader(stamp.describe_stamp()).hold_version(0.0) as beside:
+    with (
+        reader.hold_version(0.0) as version,
+        StampReader(stamp.describe_stamp()).hold_version(0.0) as beside,
+    ):
         assert version == beside == 5
     with pytest.raises(ZeroDivisionError), stamp.change_version(6, 0.0):
         raise ZeroDivisionError
-    with reader.hold_version(0.0) as version:  # of contents that are half of one version and half of another
+    with reader.hold_version(
+        0.0
+    ) as version:  # of contents that are half of one version and half of another
         assert version == -1
 
 
@@ -324,7 +388,9 @@ def test_a_reader_that_dies_reads_no_more():
     with stamp.change_version(5, 0.0):
         pass
     words = [sys.executable, "-c", READER, json.dumps(stamp.describe_stamp())]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
         process.stdin.write("1.0\n")
         process.stdin.flush()
         assert process.stdout.readline() == "5\n"

@@ -34,14 +34,24 @@ class Typed:
 
     def __init__(self, nodes, place, exported):
         self.nodes, self.place, self.running = nodes, place, {}
-        self.environment = {**os.environ, **exported, "PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        self.environment = {
+            **os.environ,
+            **exported,
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
 
     def type(self, node, name, line):
         log = (self.place / f"{name}.log").open("w")
         self.running[name] = subprocess.Popen(
-            [*self.nodes.words(node), "bash", "-c", line], cwd=ROOT, env=self.environment, stdout=log,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [*self.nodes.words(node), "bash", "-c", line],
+            cwd=ROOT,
+            env=self.environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def text(self, name):
         return (self.place / f"{name}.log").read_text()
@@ -49,7 +59,9 @@ class Typed:
     def ends_well(self, *names):
         for name in names:
             code = self.running[name].wait(HANG_SECONDS)
-            assert code == 0, "\n".join(f"== {one}\n{self.text(one)[-3000:]}" for one in self.running)
+            assert code == 0, "\n".join(
+                f"== {one}\n{self.text(one)[-3000:]}" for one in self.running
+            )
 
     def end(self):
         for process in self.running.values():
@@ -62,39 +74,54 @@ def test_the_page_of_several_nodes(nodes, trained, tmp_path):
     """A server on one node, a trainer over two by torchrun, an orchestrator beside it; who has no key gets nothing."""
     out = tmp_path / "shared"
     exported = {
-        "OUTPUT_DIR": str(out), "INFERENCE_SERVER_IP": nodes.address(2), "INFERENCE_SERVER_API_KEY": "a key of the run",
-        "RDZV_ENDPOINT": f"{nodes.address(0)}:1234", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0",
-    }  # fmt: skip
+        "OUTPUT_DIR": str(out),
+        "INFERENCE_SERVER_IP": nodes.address(2),
+        "INFERENCE_SERVER_API_KEY": "a key of the run",
+        "RDZV_ENDPOINT": f"{nodes.address(0)}:1234",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
     typed, model = Typed(nodes, tmp_path, exported), f"--model.name {trained} --model.device cpu"
     small = " ".join(SMALL)
     try:
         typed.type(
-            2, "inference",
+            2,
+            "inference",
             f'inference @ {TINY}/rl/infer.toml {model} --max-model-len 64 --api-key "$INFERENCE_SERVER_API_KEY"',
-        )  # fmt: skip
+        )
         for rank in (0, 1):
             typed.type(
-                rank, f"trainer{rank}",
+                rank,
+                f"trainer{rank}",
                 f"torchrun --nnodes=2 --nproc_per_node 1 --node-rank {rank} --rdzv_endpoint=$RDZV_ENDPOINT "
                 f"src/hone/trainer/rl/train.py @ {TINY}/rl/train.toml {model} --max-steps 4 --output-dir $OUTPUT_DIR",
-            )  # fmt: skip
+            )
         typed.type(
-            0, "orchestrator",
+            0,
+            "orchestrator",
             f"orchestrator @ {TINY}/rl/orch.toml {small} --model.name {trained} --env '{ENV}' --batch-size 16 "
             "--rollouts-per-example 4 --client.base-url http://$INFERENCE_SERVER_IP:8000/v1 "
             "--client.api-key-var INFERENCE_SERVER_API_KEY --output-dir $OUTPUT_DIR",
-        )  # fmt: skip
+        )
         typed.ends_well("orchestrator", "trainer0", "trainer1")
         assert (out / "weights" / "step_4" / "model.safetensors").is_file()
         assert " x 2), steps 1 to 4" in typed.text("trainer0")
-        typed.type(1, "asked", "curl -s -o /dev/null -w '%{http_code}' http://$INFERENCE_SERVER_IP:8000/v1/models")
+        typed.type(
+            1,
+            "asked",
+            "curl -s -o /dev/null -w '%{http_code}' http://$INFERENCE_SERVER_IP:8000/v1/models",
+        )
         typed.ends_well("asked")
         assert typed.text("asked") == "401"
-        typed.type(2, "again", f'inference @ {TINY}/rl/infer.toml {model} --api-key "$INFERENCE_SERVER_API_KEY"')
-        assert typed.running["again"].wait(HANG_SECONDS) == 1
-        assert re.search(r":8000: Address already in use by process \d+ \(.*inference", typed.text("again")), (
-            typed.text("again")
+        typed.type(
+            2,
+            "again",
+            f'inference @ {TINY}/rl/infer.toml {model} --api-key "$INFERENCE_SERVER_API_KEY"',
         )
+        assert typed.running["again"].wait(HANG_SECONDS) == 1
+        assert re.search(
+            r":8000: Address already in use by process \d+ \(.*inference", typed.text("again")
+        ), typed.text("again")
     finally:
         typed.end()
 
@@ -102,17 +129,20 @@ def test_the_page_of_several_nodes(nodes, trained, tmp_path):
 def test_a_node_that_is_cut_off_ends_the_trainer_with_words(nodes, trained, tmp_path):
     out = tmp_path / "out"
     (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"prompt": "p", "completion": "c" * (i % 30 + 1)}) + "\n" for i in range(400))
+        "".join(
+            json.dumps({"prompt": "p", "completion": "c" * (i % 30 + 1)}) + "\n" for i in range(400)
+        )
     )
     typed = Typed(nodes, tmp_path, {"GLOO_SOCKET_IFNAME": "eth0"})
     try:
         for rank in (0, 1):
             typed.type(
-                rank, f"sft{rank}",
+                rank,
+                f"sft{rank}",
                 f"torchrun --nnodes=2 --nproc_per_node 1 --node-rank {rank} --rdzv_endpoint={nodes.address(0)}:1234 "
                 f"src/hone/trainer/sft/train.py @ {TINY}/sft.toml --model.name {trained} --model.device cpu "
                 f"--data.name {tmp_path}/data.jsonl --max-steps 100000 --output-dir {out} --ranks-timeout 5",
-            )  # fmt: skip
+            )
         metrics = out / "metrics_sft.jsonl"
         until(
             lambda: metrics.exists() and len(metrics.read_text().splitlines()) > 3,
@@ -138,12 +168,18 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
 
     out, model = tmp_path / "out", str(trained)
     done = subprocess.run(
-        ["bash", "scripts/tmux.sh", "-s", "try", "-o", out, "--no-attach"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
+        ["bash", "scripts/tmux.sh", "-s", "try", "-o", out, "--no-attach"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
     assert done.returncode == 0, done.stderr
     try:
-        titles = tmux("list-panes", "-s", "-t", "try", "-F", "#{window_name} #{pane_title} #{pane_id}").splitlines()
+        titles = tmux(
+            "list-panes", "-s", "-t", "try", "-F", "#{window_name} #{pane_title} #{pane_id}"
+        ).splitlines()
         panes = {tuple(line.split()[:2]): line.split()[2] for line in titles[:3]}
         assert set(panes) == {("RL", "Trainer"), ("RL", "Orchestrator"), ("RL", "Inference")}
         line = (
@@ -157,14 +193,20 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
             return tmux("capture-pane", "-p", "-J", "-S", "-200", "-t", pane)
 
         expected = {
-            panes["RL", "Trainer"]: "Weights of step 6", panes["RL", "Orchestrator"]: "Step 6 in all",
-            panes["RL", "Inference"]: "Serving", "try:Monitor": "Step 6",
-        }  # fmt: skip
+            panes["RL", "Trainer"]: "Weights of step 6",
+            panes["RL", "Orchestrator"]: "Step 6 in all",
+            panes["RL", "Inference"]: "Serving",
+            "try:Monitor": "Step 6",
+        }
         deadline = time.monotonic() + HANG_SECONDS
         while missing := {pane: word for pane, word in expected.items() if word not in shown(pane)}:
-            assert time.monotonic() < deadline, [(word, shown(pane)[-1500:]) for pane, word in missing.items()]
+            assert time.monotonic() < deadline, [
+                (word, shown(pane)[-1500:]) for pane, word in missing.items()
+            ]
             time.sleep(0.5)
         monitor = shown("try:Monitor")
-        assert all(re.search(rf"^{name} +\S", monitor, re.M) for name in ("GPU", "CPU", "Memory", "Disk")), monitor
+        assert all(
+            re.search(rf"^{name} +\S", monitor, re.M) for name in ("GPU", "CPU", "Memory", "Disk")
+        ), monitor
     finally:
         tmux("kill-server")

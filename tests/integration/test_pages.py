@@ -30,7 +30,9 @@ TRIED = {
 
 
 def scripts_of(page):
-    return re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def commands_of(page):
@@ -40,7 +42,9 @@ def commands_of(page):
 
 @pytest.mark.main_path
 def test_all_pages_with_commands_are_tried():
-    assert {path.name for path in (ROOT / "docs").glob("*.md") if scripts_of(path.name)} == set(TRIED)
+    assert {path.name for path in (ROOT / "docs").glob("*.md") if scripts_of(path.name)} == set(
+        TRIED
+    )
 
 
 @pytest.fixture
@@ -74,13 +78,17 @@ def served(place, port_8000, started):
 def typed(script, cwd, **kwargs):
     """Types it; what it printed, on both streams."""
     done = at_a_shell(script, cwd, **kwargs)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, f"{script}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (
+        f"{script}\n{done.stdout}\n{done.stderr}"
+    )
     return done.stdout + done.stderr
 
 
 def test_the_dashboard_page(place):
     # a run in outputs/ that has a checkpoint of step 40
-    command("rl", "@", "FILE", "--ckpt.interval", 40, "--ckpt.keep", 9, "--log-interval", 0, cwd=place)
+    command(
+        "rl", "@", "FILE", "--ckpt.interval", 40, "--ckpt.keep", 9, "--log-interval", 0, cwd=place
+    )
     found = commands_of("dashboard.md")
     assert len(found) == 8
     seen = []
@@ -94,10 +102,14 @@ def test_the_dashboard_page(place):
             words += ["--max-steps", "42", "--log-interval", "0"]
             if "--output-dir" not in words:
                 words += ["--output-dir", f"outputs/{len(seen)}"]
-        seen.append(command(*words, cwd=place, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).stdout)
+        seen.append(
+            command(*words, cwd=place, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).stdout
+        )
     assert "Dashboard over" in seen[0] and "nothing that is known" in seen[1]
     assert (place / "outputs" / "slower" / "weights" / "step_42").exists()
-    assert (place / "outputs" / "curves.png").stat().st_size > 10_000 and "<svg" in (place / "both.svg").read_text()
+    assert (place / "outputs" / "curves.png").stat().st_size > 10_000 and "<svg" in (
+        place / "both.svg"
+    ).read_text()
     assert list((place / "outputs").glob("*/wandb/offline-run-*/*.wandb"))
     assert list((place / "outputs").glob("*/tensorboard/events.*"))
 
@@ -126,7 +138,9 @@ def test_the_algorithms_page(place, started):
 def test_the_environments_page(tmp_path, monkeypatch):
     make, install, check = commands_of("environments.md")
     typed(make, tmp_path)
-    assert install == "hone env install environments/my_task"  # into the environment of the tests: not done
+    assert (
+        install == "hone env install environments/my_task"
+    )  # into the environment of the tests: not done
     assert "my-task" in typed(f"{check} -p environments", tmp_path)
 
 
@@ -138,7 +152,9 @@ def test_the_evaluation_and_the_inference_page(served):
     assert few != several
     typed(few, served)
     kept = list((served / "outputs" / "evals").glob("my-task--*/*"))
-    assert len(kept) == 1 and {"results.jsonl", "metadata.json"} < {path.name for path in kept[0].iterdir()}
+    assert len(kept) == 1 and {"results.jsonl", "metadata.json"} < {
+        path.name for path in kept[0].iterdir()
+    }
     (served / "evals.toml").write_text(
         'model = "MODEL"\nnum_examples = 4\nmax_tokens = 8\n[[eval]]\nenv_id = "my-task"\n'
     )
@@ -167,13 +183,25 @@ def test_the_page_on_exact_numerics(served):
     assert "Traceback" not in refused.stderr and len(probes) == 3
     for line in probes:
         said = typed(f"{line} --model.device cpu --rollouts 20 --max-tokens 20", served)
-        assert float(re.search(r"logprobs differ between sampler and trainer, by up to (\S+);", said)[1]) < 1e-3
+        assert (
+            float(
+                re.search(r"logprobs differ between sampler and trainer, by up to (\S+);", said)[1]
+            )
+            < 1e-3
+        )
 
 
 def test_the_training_page(tmp_path):
     sft, rl = commands_of("training.md")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    typed("python -m reverse_text --out outputs/data/sft.jsonl -n 200 --min-chars 12 --max-chars 20", tmp_path)
+    typed(
+        "python -m reverse_text --out outputs/data/sft.jsonl -n 200 --min-chars 12 --max-chars 20",
+        tmp_path,
+    )
     typed(f"WANDB_MODE=offline {sft} --max-steps 3", tmp_path)
-    typed(rl.replace("step_350", "step_3") + " --max-steps 2 --orchestrator.batch-size 32", tmp_path)
-    assert (tmp_path / "outputs/weights/step_2").exists() and list((tmp_path / "outputs/wandb").glob("offline-run-*"))
+    typed(
+        rl.replace("step_350", "step_3") + " --max-steps 2 --orchestrator.batch-size 32", tmp_path
+    )
+    assert (tmp_path / "outputs/weights/step_2").exists() and list(
+        (tmp_path / "outputs/wandb").glob("offline-run-*")
+    )

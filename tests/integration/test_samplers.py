@@ -26,7 +26,10 @@ from tests.hangs import HANG_SECONDS
 from .conftest import TINY, Server, command, http
 
 MESSAGES = [
-    {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
+    {
+        "role": "system",
+        "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags.",
+    },
     {"role": "user", "content": "hello"},
 ]
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -75,12 +78,21 @@ def other(trained, tmp_path_factory):
     for file in trained.iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
     tensors = load_file(trained / "model.safetensors")
-    save_file({name: one * 1.05 for name, one in tensors.items()}, directory / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: one * 1.05 for name, one in tensors.items()},
+        directory / "model.safetensors",
+        {"format": "pt"},
+    )
     return directory
 
 
 def ask(sampler, **fields):
-    body = {"model": sampler.model, "messages": MESSAGES, "max_tokens": 24, "return_token_ids": True}
+    body = {
+        "model": sampler.model,
+        "messages": MESSAGES,
+        "max_tokens": 24,
+        "return_token_ids": True,
+    }
     body |= {"return_token_logprobs": True, **fields}
     return http.post(f"{sampler.url}/chat/completions", json=body)
 
@@ -100,7 +112,9 @@ def of_model(directory, ids, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
-def test_logprobs_are_those_of_the_model_at_the_temperature_of_the_draw(sampler, trained, temperature):
+def test_logprobs_are_those_of_the_model_at_the_temperature_of_the_draw(
+    sampler, trained, temperature
+):
     take(sampler, trained, 1)
     answer = ask(sampler, temperature=temperature, n=3, seed=5).json()
     for choice in answer["choices"]:
@@ -114,13 +128,18 @@ def test_logprobs_are_those_of_the_model_at_the_temperature_of_the_draw(sampler,
 def test_scores_and_the_likeliest_tokens_are_those_of_the_model(sampler, trained):
     take(sampler, trained, 2)
     ids = [(7 * i) % 250 for i in range(1, 40)]
-    assert control(sampler, "score", {"ids": ids})["logprobs"] == pytest.approx(of_model(trained, ids), abs=2e-3)
+    assert control(sampler, "score", {"ids": ids})["logprobs"] == pytest.approx(
+        of_model(trained, ids), abs=2e-3
+    )
     greedy = ask(sampler, temperature=0).json()
     ids = greedy["prompt_token_ids"] + greedy["choices"][0]["token_ids"]
     logits = load_model(trained)
     for i in range(len(greedy["prompt_token_ids"]), len(ids)):
         best = (
-            max(range(263), key=lambda token, i=i: score_sequences(logits, [[*ids[:i], token]], 1.0)[0][-1])
+            max(
+                range(263),
+                key=lambda token, i=i: score_sequences(logits, [[*ids[:i], token]], 1.0)[0][-1],
+            )
             if i < 14
             else 0
         )
@@ -128,14 +147,18 @@ def test_scores_and_the_likeliest_tokens_are_those_of_the_model(sampler, trained
     assert http.post(f"{sampler.root}/score", json={"ids": [1, 10**6]}).status_code == 400
 
 
-def test_weights_are_taken_and_those_that_cannot_be_change_nothing(sampler, trained, other, tmp_path):
+def test_weights_are_taken_and_those_that_cannot_be_change_nothing(
+    sampler, trained, other, tmp_path
+):
     ids = list(range(1, 34))
     assert take(sampler, trained, 3)["version"] == 3
     before = control(sampler, "score", {"ids": ids})["logprobs"]
     state = take(sampler, other, 4)
     assert state["version"] == 4 and not state["is_paused"]
     after = control(sampler, "score", {"ids": ids})["logprobs"]
-    assert after == pytest.approx(of_model(other, ids), abs=2e-3) and after != pytest.approx(before, abs=2e-3)
+    assert after == pytest.approx(of_model(other, ids), abs=2e-3) and after != pytest.approx(
+        before, abs=2e-3
+    )
 
     damaged = tmp_path / "damaged"
     damaged.mkdir()
@@ -150,7 +173,9 @@ def test_weights_are_taken_and_those_that_cannot_be_change_nothing(sampler, trai
     save_file(dict(list(tensors.items())[1:]), short / "model.safetensors", {"format": "pt"})
     for place in (tmp_path / "nowhere", damaged, short):
         refused = http.post(
-            f"{sampler.root}/update_weights", json={"weight_dir": str(place), "version": 5}, timeout=HANG_SECONDS
+            f"{sampler.root}/update_weights",
+            json={"weight_dir": str(place), "version": 5},
+            timeout=HANG_SECONDS,
         )
         assert refused.status_code == 400 and str(place) in refused.text, refused.text
     assert control(sampler, "score", {"ids": ids})["logprobs"] == after
@@ -158,12 +183,16 @@ def test_weights_are_taken_and_those_that_cannot_be_change_nothing(sampler, trai
     assert ask(sampler).json()["choices"][0]["policy_versions"][0] == 4
 
 
-def test_what_runs_goes_on_over_new_weights_and_each_token_is_of_the_version_that_it_says(sampler, trained, other):
+def test_what_runs_goes_on_over_new_weights_and_each_token_is_of_the_version_that_it_says(
+    sampler, trained, other
+):
     take(sampler, trained, 10)
     answers = []
     asking = [
         threading.Thread(
-            target=lambda i=i: answers.append(ask(sampler, ignore_eos=True, max_tokens=400, seed=i).json())
+            target=lambda i=i: answers.append(
+                ask(sampler, ignore_eos=True, max_tokens=400, seed=i).json()
+            )
         )
         for i in range(4)
     ]
@@ -202,7 +231,9 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs(sampler, trained):
     asking.join(60)
     assert answers[0].json()["choices"][0]["policy_versions"][0] == 21
 
-    long = threading.Thread(target=lambda: answers.append(ask(sampler, ignore_eos=True, max_tokens=450)))
+    long = threading.Thread(
+        target=lambda: answers.append(ask(sampler, ignore_eos=True, max_tokens=450))
+    )
     long.start()
     time.sleep(0.3)
     control(sampler, "pause?mode=abort")
@@ -216,7 +247,13 @@ def test_a_pause_keeps_ends_or_waits_for_what_runs(sampler, trained):
 def test_a_stream_has_what_the_whole_answer_has(sampler, trained):
     take(sampler, trained, 30)
     whole = ask(sampler, temperature=0, stop=["zzz"]).json()["choices"][0]
-    body = {"model": sampler.model, "messages": MESSAGES, "max_tokens": 24, "temperature": 0, "stream": True}
+    body = {
+        "model": sampler.model,
+        "messages": MESSAGES,
+        "max_tokens": 24,
+        "temperature": 0,
+        "stream": True,
+    }
     text, ids, reasons = "", [], []
     body |= {"return_token_ids": True, "stop": ["zzz"]}
     with http.stream("POST", f"{sampler.url}/chat/completions", json=body) as answer:
@@ -232,24 +269,43 @@ def test_a_stream_has_what_the_whole_answer_has(sampler, trained):
 
 def test_answers_have_the_form_that_is_asked_for_or_it_is_refused(sampler, kind, trained):
     take(sampler, trained, 40)
-    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    asked = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    }
     found = ask(sampler, **asked, max_tokens=200, seed=3)
     if kind == "transformers" or importlib.util.find_spec("llguidance") is None:
         assert found.status_code == 400 and "answers of a given form" in found.text
         return
     assert json.loads(found.json()["choices"][0]["message"]["content"])["a"] in (1, 2)
-    of_regex = ask(sampler, structured_outputs={"regex": "[ab]{4}"}, max_tokens=20).json()["choices"][0]
+    of_regex = ask(sampler, structured_outputs={"regex": "[ab]{4}"}, max_tokens=20).json()[
+        "choices"
+    ][0]
     assert re.fullmatch("[ab]{4}", of_regex["message"]["content"])
-    scored = of_model(trained, ask(sampler, max_tokens=1).json()["prompt_token_ids"] + of_regex["token_ids"])
+    scored = of_model(
+        trained, ask(sampler, max_tokens=1).json()["prompt_token_ids"] + of_regex["token_ids"]
+    )
     called = ask(sampler, tools=TOOLS, tool_choice="required", max_tokens=100).json()["choices"][0]
     assert called["message"]["tool_calls"][0]["function"] == {"name": "f", "arguments": "{}"}
     if kind in ENGINE:  # vLLM's are renormalised over what the form allows
-        assert of_regex["token_logprobs"][:4] == pytest.approx(scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3)
+        assert of_regex["token_logprobs"][:4] == pytest.approx(
+            scored[-len(of_regex["token_ids"]) :][:4], abs=2e-3
+        )
 
 
 def streamed(sampler, found, **fields):
-    body = {"model": sampler.model, "messages": MESSAGES, "stream": True, "return_token_ids": True, **fields}
+    body = {
+        "model": sampler.model,
+        "messages": MESSAGES,
+        "stream": True,
+        "return_token_ids": True,
+        **fields,
+    }
     with http.stream("POST", f"{sampler.url}/chat/completions", json=body) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -265,7 +321,9 @@ def test_a_time_limit_and_an_abort_end_what_runs_and_what_waits(sampler, trained
     most = 1900
     long = {"ignore_eos": True, "max_tokens": most, "temperature": 1.0}
     (choice,) = ask(sampler, **long, timeout=0.02).json()["choices"]
-    assert len(choice["token_ids"]) < most and choice["finish_reason"] == "timeout", choice["finish_reason"]
+    assert len(choice["token_ids"]) < most and choice["finish_reason"] == "timeout", choice[
+        "finish_reason"
+    ]
     found = {}
     streamed(sampler, found, **long, timeout=0.02)
     assert len(found["ids"]) < most and found["reason"] == "timeout"
@@ -291,14 +349,20 @@ def test_what_it_cannot_do_is_refused_in_words(sampler, kind):
     full = ask(sampler, max_tokens=10**6)
     assert full.status_code == 400 and full.json()["error"]["code"] == "context_length_exceeded"
     if kind not in ENGINE:
-        refused = http.post(f"{sampler.root}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"})
+        refused = http.post(
+            f"{sampler.root}/v1/load_lora_adapter", json={"lora_name": "a", "lora_path": "/nowhere"}
+        )
         assert refused.status_code == 400 and "LoRA adapters" in refused.text
 
 
 @pytest.mark.parametrize("killed", ["engine", "server"])
 def test_an_engine_in_its_own_process_and_its_server_end_together(trained, tmp_path, killed):
     server = serve("apart", trained, tmp_path / "log")
-    pid = int(subprocess.run(["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True).stdout)
+    pid = int(
+        subprocess.run(
+            ["pgrep", "-P", str(server.process.pid)], capture_output=True, text=True
+        ).stdout
+    )
     os.kill(pid if killed == "engine" else server.process.pid, signal.SIGKILL)
     code = server.process.wait(HANG_SECONDS)
     assert code == (BACKEND_LOST if killed == "engine" else -signal.SIGKILL)
@@ -307,7 +371,10 @@ def test_an_engine_in_its_own_process_and_its_server_end_together(trained, tmp_p
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()
     if killed == "engine":
-        assert "the engine's process has ended (killed: SIGKILL): so does this server" in (tmp_path / "log").read_text()
+        assert (
+            "the engine's process has ended (killed: SIGKILL): so does this server"
+            in (tmp_path / "log").read_text()
+        )
 
 
 def test_what_an_engine_in_its_own_process_cannot_start_for_is_said(tmp_path):
@@ -317,24 +384,48 @@ def test_what_an_engine_in_its_own_process_cannot_start_for_is_said(tmp_path):
 
 def rewards(out):
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    return [row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row], rows
+    return [
+        row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row
+    ], rows
 
 
 SHORT = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}'
 STEPS = 30
 RECIPE = (
-    "--max-steps", STEPS, "--orchestrator.env", SHORT, "--orchestrator.batch-size", 128,
-    "--orchestrator.sampling.max-tokens", 12, "--trainer.scheduler.type", "constant", "--trainer.optim.type", "adamw",
-    "--trainer.optim.lr", 1e-3, "--orchestrator.eval.env", SHORT, "--orchestrator.eval.interval", STEPS,
-    "--orchestrator.eval.max-tokens", 12, "--deployment", "processes",
-)  # fmt: skip
+    "--max-steps",
+    STEPS,
+    "--orchestrator.env",
+    SHORT,
+    "--orchestrator.batch-size",
+    128,
+    "--orchestrator.sampling.max-tokens",
+    12,
+    "--trainer.scheduler.type",
+    "constant",
+    "--trainer.optim.type",
+    "adamw",
+    "--trainer.optim.lr",
+    1e-3,
+    "--orchestrator.eval.env",
+    SHORT,
+    "--orchestrator.eval.interval",
+    STEPS,
+    "--orchestrator.eval.max-tokens",
+    12,
+    "--deployment",
+    "processes",
+)
 
 
 def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
     """With a started server of its own (vLLM), or one that is there."""
     options, server = ["--inference.server.port", 0], None
     if kind == "vllm":
-        for key, value in (("backend", "vllm"), ("vllm-python", os.environ["VLLM_PYTHON"]), ("enforce-eager", "true")):
+        for key, value in (
+            ("backend", "vllm"),
+            ("vllm-python", os.environ["VLLM_PYTHON"]),
+            ("enforce-eager", "true"),
+        ):
             options += [f"--inference.{key}", value]
     elif kind == "apart":
         options += ["--inference.engine-apart", "true"]
@@ -343,16 +434,28 @@ def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
         options = ["--orchestrator.client.base-url", server.url]
     try:
         command(
-            "rl", "@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", tmp_path / "run", *RECIPE,
-            "--max-async-level", 0, "--inference.max-model-len" if kind != "transformers" else "--seq-len", 64,
+            "rl",
+            "@",
+            f"{TINY}/rl.toml",
+            "--model.name",
+            trained,
+            "--output-dir",
+            tmp_path / "run",
+            *RECIPE,
+            "--max-async-level",
+            0,
+            "--inference.max-model-len" if kind != "transformers" else "--seq-len",
+            64,
             *options,
-        )  # fmt: skip
+        )
     finally:
         if server is not None:
             server.stop()
     (before, after), rows = rewards(tmp_path / "run")
     assert after - before > 0.1 * (1 - before), (before, after)
-    assert len(rows) >= STEPS and max(row.get("weights/canary_difference", 0.0) for row in rows) < 5e-3
+    assert (
+        len(rows) >= STEPS and max(row.get("weights/canary_difference", 0.0) for row in rows) < 5e-3
+    )
     assert max(row.get("mismatch_kl/mean", 0.0) for row in rows) < 1e-3  # on policy
 
 

@@ -21,12 +21,18 @@ def page(tmp_path, started):
     for name in ("examples", "src", "scripts"):
         (tmp_path / name).symlink_to(ROOT / name)
     model = ROOT / TINY / "model"
-    save_model(load_model(model, random_init=True, seed=0), model, tmp_path / "outputs" / "weights" / "step_350")
+    save_model(
+        load_model(model, random_init=True, seed=0),
+        model,
+        tmp_path / "outputs" / "weights" / "step_350",
+    )
 
     def type_(*words, background=False):
         if not background:
             return command(*words, cwd=tmp_path, env={"WANDB_MODE": "offline"})
-        return started(BIN / words[0], *words[1:], cwd=tmp_path, log=(tmp_path / f"{words[0]}.log").open("w"))
+        return started(
+            BIN / words[0], *words[1:], cwd=tmp_path, log=(tmp_path / f"{words[0]}.log").open("w")
+        )
 
     return type_
 
@@ -60,7 +66,9 @@ def test_the_rl_page(page, tmp_path):
     # Each by itself; the orchestrator comes before the trainer and must not take the last run for its own.
     server = page("inference", "@", f"{TINY}/rl/infer.toml", background=True)
     few = ("--max-steps", 2)
-    shell = page("orchestrator", "@", f"{TINY}/rl/orch.toml", *few, "--batch-size", 32, background=True)
+    shell = page(
+        "orchestrator", "@", f"{TINY}/rl/orch.toml", *few, "--batch-size", 32, background=True
+    )
     page("trainer", "@", f"{TINY}/rl/train.toml", *few)
     assert shell.wait(HANG_SECONDS) == 0, (tmp_path / "orchestrator.log").read_text()
     assert steps(tmp_path) == [1, 2]
@@ -73,18 +81,54 @@ def test_the_multi_node_commands_on_one_node(page, tmp_path, monkeypatch):
     page("inference", "@", f"{TINY}/rl/infer.toml", "--api-key", "secret", background=True)
     until_served()
     page(
-        "rl", "--trainer", "@", f"{TINY}/rl/train.toml", "--orchestrator", "@", f"{TINY}/rl/orch.toml", *FEW,
-        "--orchestrator.client.base-url", "http://127.0.0.1:8000/v1",
-        "--orchestrator.client.api-key-var", "INFERENCE_SERVER_API_KEY", "--output-dir", shared,
-    )  # fmt: skip
+        "rl",
+        "--trainer",
+        "@",
+        f"{TINY}/rl/train.toml",
+        "--orchestrator",
+        "@",
+        f"{TINY}/rl/orch.toml",
+        *FEW,
+        "--orchestrator.client.base-url",
+        "http://127.0.0.1:8000/v1",
+        "--orchestrator.client.api-key-var",
+        "INFERENCE_SERVER_API_KEY",
+        "--output-dir",
+        shared,
+    )
     shell = page(
-        "orchestrator", "@", f"{TINY}/rl/orch.toml", "--max-steps", 2, "--batch-size", 32, "--output-dir", shared,
-        "--client.base-url", f'["{URL}"]', "--client.api-key-var", "INFERENCE_SERVER_API_KEY", background=True,
-    )  # fmt: skip
+        "orchestrator",
+        "@",
+        f"{TINY}/rl/orch.toml",
+        "--max-steps",
+        2,
+        "--batch-size",
+        32,
+        "--output-dir",
+        shared,
+        "--client.base-url",
+        f'["{URL}"]',
+        "--client.api-key-var",
+        "INFERENCE_SERVER_API_KEY",
+        background=True,
+    )
     page(
-        "python", "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node", 1, "--local-ranks-filter", 0,
-        "src/hone/trainer/rl/train.py", "@", f"{TINY}/rl/train.toml", "--max-steps", 2, "--output-dir", shared,
-    )  # fmt: skip
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        "--nproc_per_node",
+        1,
+        "--local-ranks-filter",
+        0,
+        "src/hone/trainer/rl/train.py",
+        "@",
+        f"{TINY}/rl/train.toml",
+        "--max-steps",
+        2,
+        "--output-dir",
+        shared,
+    )
     assert shell.wait(HANG_SECONDS) == 0, (tmp_path / "orchestrator.log").read_text()
     assert len((shared / "metrics.jsonl").read_text().splitlines()) == 2
     assert not any("secret" in path.read_text() for path in (shared / "configs").iterdir())
@@ -96,7 +140,9 @@ def test_the_reverse_text_page(page, tmp_path):
     server = page("inference", "--model.name", ready, background=True)
     until_served()
     offline = ("-a", '{"texts": "generated"}')  # the page's texts are on the hub
-    page("vf-eval", "reverse-text", "-m", ready, "-b", URL, "-n", 20, "--max-tokens", 1024, *offline)
+    page(
+        "vf-eval", "reverse-text", "-m", ready, "-b", URL, "-n", 20, "--max-tokens", 1024, *offline
+    )
     stop(server)
     os.rename(ready, tmp_path / "warmed-up")
 
@@ -104,13 +150,46 @@ def test_the_reverse_text_page(page, tmp_path):
     wandb = ("--wandb.project", "p", "--wandb.name", "n")
     page("sft", "@", f"{TINY}/sft.toml", *wandb, "--max-steps", 2)
     page(
-        "python", "-m", "torch.distributed.run", "--local-ranks-filter", 0, "--nproc-per-node", 1,
-        "src/hone/trainer/sft/train.py", "@", f"{TINY}/sft/train.toml", *wandb, "--max-steps", 2,
-    )  # fmt: skip
-    page("rl", "@", f"{TINY}/rl.toml", "--model.name", "outputs/weights/step_2", *wandb, "--max-steps", 3,
-         "--orchestrator.batch-size", 32)  # fmt: skip
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--local-ranks-filter",
+        0,
+        "--nproc-per-node",
+        1,
+        "src/hone/trainer/sft/train.py",
+        "@",
+        f"{TINY}/sft/train.toml",
+        *wandb,
+        "--max-steps",
+        2,
+    )
+    page(
+        "rl",
+        "@",
+        f"{TINY}/rl.toml",
+        "--model.name",
+        "outputs/weights/step_2",
+        *wandb,
+        "--max-steps",
+        3,
+        "--orchestrator.batch-size",
+        32,
+    )
     assert steps(tmp_path) == [1, 2, 3] and steps(tmp_path, "metrics_sft.jsonl") == [1, 2]
     server = page("inference", "--model.name", "outputs/weights/step_3", background=True)
     until_served()
-    page("vf-eval", "reverse-text", "-m", "outputs/weights/step_3", "-b", URL, "-n", 20, "--max-tokens", 1024, *offline)
+    page(
+        "vf-eval",
+        "reverse-text",
+        "-m",
+        "outputs/weights/step_3",
+        "-b",
+        URL,
+        "-n",
+        20,
+        "--max-tokens",
+        1024,
+        *offline,
+    )
     stop(server)

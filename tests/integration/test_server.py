@@ -25,7 +25,10 @@ from .conftest import Server, command, generated_tokens, http, until
 pytestmark = pytest.mark.main_path
 
 MESSAGES = [
-    {"role": "system", "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags."},
+    {
+        "role": "system",
+        "content": "Reverse the text character-by-character. Put your answer in <reversed_text> tags.",
+    },
     {"role": "user", "content": "hello"},
 ]
 
@@ -47,9 +50,21 @@ def chat(server, trained, **fields):
 def test_openai_client(client, trained):
     assert [model.id for model in client.models.list()] == [str(trained)]
     answer = client.chat.completions.create(
-        model=str(trained), messages=MESSAGES, max_completion_tokens=8, n=2, logprobs=True, seed=1, temperature=1.0,
-        extra_body={"return_token_ids": True, "return_tokens_as_token_ids": True, "top_k": -1, "min_p": None, "odd": 1},
-    )  # fmt: skip
+        model=str(trained),
+        messages=MESSAGES,
+        max_completion_tokens=8,
+        n=2,
+        logprobs=True,
+        seed=1,
+        temperature=1.0,
+        extra_body={
+            "return_token_ids": True,
+            "return_tokens_as_token_ids": True,
+            "top_k": -1,
+            "min_p": None,
+            "odd": 1,
+        },
+    )
     assert len(answer.choices) == 2 and answer.usage.prompt_tokens == len(answer.prompt_token_ids)
     for choice in answer.choices:
         assert len(choice.token_ids) == len(choice.logprobs.content) <= 8
@@ -58,18 +73,30 @@ def test_openai_client(client, trained):
 
 
 def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
-    fields = {"return_token_ids": True, "return_token_logprobs": True, "seed": 3, "ignore_eos": True}
+    fields = {
+        "return_token_ids": True,
+        "return_token_logprobs": True,
+        "seed": 3,
+        "ignore_eos": True,
+    }
     whole = chat(server, trained, **fields).json()
     (choice,) = whole["choices"]
     keys = {"ids": "token_ids", "logprobs": "token_logprobs", "versions": "policy_versions"}
     before = {name: choice[key][:5] for name, key in keys.items()}
     answer = chat(server, trained, **fields, so_far=[before], request_name="some").json()
     (joined,) = answer["choices"]
-    assert len(joined["token_ids"]) == len(joined["token_logprobs"]) == len(joined["policy_versions"]) == 8
+    assert (
+        len(joined["token_ids"])
+        == len(joined["token_logprobs"])
+        == len(joined["policy_versions"])
+        == 8
+    )
     assert {name: joined[key][:5] for name, key in keys.items()} == before
     assert answer["prompt_token_ids"] == whole["prompt_token_ids"]
     ids = answer["prompt_token_ids"] + joined["token_ids"]
-    scored = http.post(server.url.removesuffix("/v1") + "/score", json={"ids": ids}).json()["logprobs"]
+    scored = http.post(server.url.removesuffix("/v1") + "/score", json={"ids": ids}).json()[
+        "logprobs"
+    ]
     assert joined["token_logprobs"] == pytest.approx(scored[-8:], abs=1e-4)
     refused = chat(server, trained, so_far=[before, before])
     assert refused.status_code == 400 and "so_far is for each of n" in refused.text
@@ -81,7 +108,9 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
     assert state == {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
 
-def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, trained, monkeypatch):
+def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(
+    server, trained, monkeypatch
+):
     monkeypatch.setattr(fleet, "LOOK", 0.001)  # so that it is looked at while it has only begun
     learn, found = fleet.Server.update_progress, []
 
@@ -97,7 +126,10 @@ def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, t
             watching, least = asyncio.ensure_future(made.watch_servers()), []
             for _ in range(5):
                 asked = [
-                    made.chat(Prompt([{"role": "user", "content": f"text {i // 8}"}]), Sampling(1.0, 16, seed=i))
+                    made.chat(
+                        Prompt([{"role": "user", "content": f"text {i // 8}"}]),
+                        Sampling(1.0, 16, seed=i),
+                    )
                     for i in range(128)
                 ]
                 await asyncio.gather(*asked)
@@ -112,16 +144,18 @@ def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(server, t
 
 
 def test_logprobs_are_those_of_the_model(server, trained):
-    answer = chat(server, trained, logprobs=True, return_token_ids=True, temperature=0.8, seed=3).json()
+    answer = chat(
+        server, trained, logprobs=True, return_token_ids=True, temperature=0.8, seed=3
+    ).json()
     ids = answer["choices"][0]["token_ids"]
     prompt = answer["prompt_token_ids"]
     assert prompt == Tokenizer(trained).prompt_ids(Prompt(MESSAGES))
     model = load_model(trained)
     packed = PackedAttention([len(prompt) + len(ids)])
     with torch.no_grad():
-        logits = model.compute_logits(model(torch.tensor(prompt + ids), packed.token_positions(), packed))[
-            len(prompt) - 1 : -1
-        ]
+        logits = model.compute_logits(
+            model(torch.tensor(prompt + ids), packed.token_positions(), packed)
+        )[len(prompt) - 1 : -1]
     expected = torch.log_softmax(logits / 0.8, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
     got = torch.tensor([entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]])
     torch.testing.assert_close(got, expected, rtol=0, atol=1e-4)
@@ -130,8 +164,15 @@ def test_logprobs_are_those_of_the_model(server, trained):
 def test_a_seed_gives_the_same_answer_among_many(server, trained):
     async def ask(seeds):
         async with httpx.AsyncClient(timeout=HANG_SECONDS) as http:
-            body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 12, "return_token_ids": True}
-            posts = [http.post(f"{server.url}/chat/completions", json=body | {"seed": s}) for s in seeds]
+            body = {
+                "model": str(trained),
+                "messages": MESSAGES,
+                "max_tokens": 12,
+                "return_token_ids": True,
+            }
+            posts = [
+                http.post(f"{server.url}/chat/completions", json=body | {"seed": s}) for s in seeds
+            ]
             return [r.json()["choices"][0]["token_ids"] for r in await asyncio.gather(*posts)]
 
     alone = asyncio.run(ask([7]))[0]
@@ -150,7 +191,10 @@ def test_stop_strings_end_the_text_across_tokens(server, trained):
     stop = text[3:6]  # three characters, each a token of its own
     cut = ask(server, trained, ignore_eos=True, stop=["never there", stop])
     assert cut["message"]["content"] == text[: text.find(stop)] and cut["finish_reason"] == "stop"
-    assert cut["token_ids"] == free["token_ids"][: len(cut["token_ids"])] and len(cut["token_ids"]) < 24
+    assert (
+        cut["token_ids"] == free["token_ids"][: len(cut["token_ids"])]
+        and len(cut["token_ids"]) < 24
+    )
     kept = ask(server, trained, ignore_eos=True, stop=stop, include_stop_str_in_output=True)
     assert kept["message"]["content"] == text[: text.find(stop) + 3]
 
@@ -158,14 +202,32 @@ def test_stop_strings_end_the_text_across_tokens(server, trained):
 def test_the_ways_of_drawing_reach_the_engine(server, trained):
     banned = ask(server, trained)["token_ids"][0]
     assert ask(server, trained, logit_bias={str(banned): -1000})["token_ids"][0] != banned
-    assert ask(server, trained, top_k=1)["token_ids"] == ask(server, trained, temperature=0)["token_ids"]
-    assert ask(server, trained, top_p=1e-9)["token_ids"] == ask(server, trained, min_p=1.0)["token_ids"]
+    assert (
+        ask(server, trained, top_k=1)["token_ids"]
+        == ask(server, trained, temperature=0)["token_ids"]
+    )
+    assert (
+        ask(server, trained, top_p=1e-9)["token_ids"]
+        == ask(server, trained, min_p=1.0)["token_ids"]
+    )
     assert len(ask(server, trained, min_tokens=20)["token_ids"]) >= 20
-    assert len(ask(server, trained, stop_token_ids=list(range(Tokenizer(trained).vocab_size)))["token_ids"]) == 1
+    assert (
+        len(
+            ask(server, trained, stop_token_ids=list(range(Tokenizer(trained).vocab_size)))[
+                "token_ids"
+            ]
+        )
+        == 1
+    )
     assert len(set(ask(server, trained, presence_penalty=1e4, ignore_eos=True)["token_ids"])) == 24
     entries = ask(server, trained, logprobs=True, top_logprobs=2)["logprobs"]["content"]
-    assert all(len(e["top_logprobs"]) == 2 and e["top_logprobs"][0]["logprob"] >= e["logprob"] - 1e-6 for e in entries)
-    cold, raw = (ask(server, trained, logprobs=True, temperature=0.5, raw_logprobs=r) for r in (False, True))
+    assert all(
+        len(e["top_logprobs"]) == 2 and e["top_logprobs"][0]["logprob"] >= e["logprob"] - 1e-6
+        for e in entries
+    )
+    cold, raw = (
+        ask(server, trained, logprobs=True, temperature=0.5, raw_logprobs=r) for r in (False, True)
+    )
     assert cold["token_ids"] == raw["token_ids"] and cold["logprobs"] != raw["logprobs"]
 
 
@@ -180,17 +242,23 @@ def write_adapter(directory, model_dir, rank=2):
                 tensors[f"{name}.lora_A.weight"] = torch.randn(rank, tensor.shape[1])
                 tensors[f"{name}.lora_B.weight"] = torch.randn(tensor.shape[0], rank)
     save_file(tensors, directory / "adapter_model.safetensors")
-    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank}))
+    (directory / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank})
+    )
     return str(directory)
 
 
 def test_adapters_are_models_by_name(server, client, trained, tmp_path):
     control = server.url.removesuffix("/v1") + "/v1/load_lora_adapter"
     path = write_adapter(tmp_path / "a", trained)
-    assert http.post(control, json={"lora_name": "a", "lora_path": path}).json()["adapters"] == ["a"]
+    assert http.post(control, json={"lora_name": "a", "lora_path": path}).json()["adapters"] == [
+        "a"
+    ]
     try:
         assert [model.id for model in client.models.list()] == [str(trained), "a"]
-        plain, other = (ask(server, model, ignore_eos=True)["token_ids"] for model in (trained, "a"))
+        plain, other = (
+            ask(server, model, ignore_eos=True)["token_ids"] for model in (trained, "a")
+        )
         assert plain != other
         for body, words in (
             ({"lora_name": "b", "lora_path": str(trained)}, "is not an adapter"),
@@ -201,13 +269,22 @@ def test_adapters_are_models_by_name(server, client, trained, tmp_path):
     finally:
         http.post(control.replace("/load", "/unload"), json={"lora_name": "a"})
     refused = chat(server, "a")
-    assert refused.status_code == 404 and "'a' is not served here" in refused.json()["error"]["message"]
+    assert (
+        refused.status_code == 404
+        and "'a' is not served here" in refused.json()["error"]["message"]
+    )
 
 
 def test_a_client_that_hangs_up_frees_its_place(server, trained):
     before = generated_tokens(server)
     with pytest.raises(httpx.ReadTimeout):
-        body = {"model": str(trained), "messages": MESSAGES, "max_tokens": 1900, "n": 200, "ignore_eos": True}
+        body = {
+            "model": str(trained),
+            "messages": MESSAGES,
+            "max_tokens": 1900,
+            "n": 200,
+            "ignore_eos": True,
+        }
         http.post(f"{server.url}/chat/completions", json=body, timeout=0.3)
     assert chat(server, trained).status_code == 200
     progress = server.url.removesuffix("/v1") + "/progress"
@@ -218,22 +295,43 @@ def test_a_client_that_hangs_up_frees_its_place(server, trained):
 
 def test_curl(server, trained):
     body = json.dumps({"model": str(trained), "messages": MESSAGES, "max_tokens": 4})
-    words = ["curl", "-s", f"{server.url}/chat/completions", "-H", "content-type: application/json", "-d", body]
-    answer = json.loads(subprocess.run(words, capture_output=True, timeout=HANG_SECONDS, check=True).stdout)
-    assert answer["object"] == "chat.completion" and answer["choices"][0]["message"]["role"] == "assistant"
+    words = [
+        "curl",
+        "-s",
+        f"{server.url}/chat/completions",
+        "-H",
+        "content-type: application/json",
+        "-d",
+        body,
+    ]
+    answer = json.loads(
+        subprocess.run(words, capture_output=True, timeout=HANG_SECONDS, check=True).stdout
+    )
+    assert (
+        answer["object"] == "chat.completion"
+        and answer["choices"][0]["message"]["role"] == "assistant"
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "status", "words"),
     [
         ({"model": "other"}, 404, "'other' is not served here"),
-        ({"messages": [{"role": "user", "content": "x" * 2100}]}, 400, "maximum context length is 2048"),
+        (
+            {"messages": [{"role": "user", "content": "x" * 2100}]},
+            400,
+            "maximum context length is 2048",
+        ),
         ({"max_tokens": 2046}, 400, "maximum context length is 2048"),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),
         ({"messages": [{"content": "no role"}]}, 400, "role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "text parts only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "text parts only",
+        ),
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "hot"}, 400, "temperature"),
         ({"top_p": 0.0}, 400, "top_p"),
@@ -250,7 +348,11 @@ def test_curl(server, trained):
         ({"messages": [{"role": "user", "content": None}]}, 400, "message 0 (user) has no content"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, ""),
         ({"chat_template_kwargs": {"messages": []}}, 400, "messages cannot be set here"),
-        ({"chat_template_kwargs": {"enable_thinking": False}, "tools": [{"type": "function"}]}, 200, ""),
+        (
+            {"chat_template_kwargs": {"enable_thinking": False}, "tools": [{"type": "function"}]},
+            200,
+            "",
+        ),
         ({"temperature": 1e-30}, 200, ""),
         ({"seed": 2**70}, 200, ""),
         ({"seed": -1, "temperature": None, "max_tokens": None}, 200, ""),
@@ -275,14 +377,27 @@ def test_unknown_routes_and_methods(server):
 
 
 def test_the_key_guards_every_route_but_health(trained, tmp_path):
-    server = Server("--model.name", trained, "--api-key", "secret", "--server.host", "127.0.0.1", log=tmp_path / "log")
+    server = Server(
+        "--model.name",
+        trained,
+        "--api-key",
+        "secret",
+        "--server.host",
+        "127.0.0.1",
+        log=tmp_path / "log",
+    )
     try:
         url = server.url.removesuffix("/v1")
         assert http.get(f"{url}/health").status_code == 200
         for path in ("/v1/models", "/v1/chat/completions", "/nothing", "/docs", "/openapi.json"):
             assert http.get(url + path).status_code == 401, path
-            assert http.get(url + path, headers={"authorization": "Bearer wrong"}).status_code == 401, path
-        assert http.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code == 200
+            assert (
+                http.get(url + path, headers={"authorization": "Bearer wrong"}).status_code == 401
+            ), path
+        assert (
+            http.get(f"{url}/v1/models", headers={"authorization": "Bearer secret"}).status_code
+            == 200
+        )
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=server.url, api_key="wrong").models.list()
         assert "secret" not in server.log.read_text()
@@ -322,7 +437,17 @@ def test_vf_eval_against_the_server(server, trained, tmp_path):
 
 def test_vf_eval_fails_when_every_rollout_did(server, trained, tmp_path):
     options = ["-b", server.url, "-n", 2, "-r", 1, "-a", '{"texts": "generated"}']
-    done = command("vf-eval", "reverse-text", "-m", trained, *options, "-S", '{"best_of": 2}', ok=False, cwd=tmp_path)
+    done = command(
+        "vf-eval",
+        "reverse-text",
+        "-m",
+        trained,
+        *options,
+        "-S",
+        '{"best_of": 2}',
+        ok=False,
+        cwd=tmp_path,
+    )
     assert "every rollout failed" in done.stderr and "best_of = 2 is not supported" in done.stderr
     done = command("vf-eval", "reverse-text", "-m", "other", *options, ok=False, cwd=tmp_path)
     assert "does not serve 'other'" in done.stderr
@@ -356,7 +481,11 @@ def test_control_routes(server, trained):
     root, chat = server.url.removesuffix("/v1"), f"{server.url}/chat/completions"
     assert http.post(f"{root}/pause?mode=never").status_code == 400
     assert http.post(f"{root}/pause?mode=wait").json() == {"is_paused": True}
-    body = {"model": str(trained), "messages": [{"role": "user", "content": "abc"}], "max_tokens": 3}
+    body = {
+        "model": str(trained),
+        "messages": [{"role": "user", "content": "abc"}],
+        "max_tokens": 3,
+    }
     with pytest.raises(httpx.ReadTimeout):
         http.post(chat, json=body, timeout=0.5)
     assert http.get(f"{root}/version").json()["is_paused"]
@@ -365,7 +494,10 @@ def test_control_routes(server, trained):
     answer = http.post(f"{root}/update_weights", json={"weight_dir": "/nowhere", "version": 1})
     assert answer.status_code == 400 and "/nowhere is not a directory" in answer.text
     assert http.post(f"{root}/score", json={"ids": [1, 10**6]}).status_code == 400
-    one, two = (http.post(f"{root}/score", json={"ids": ids}).json()["logprobs"] for ids in ([1, 2, 3], [4, 5]))
+    one, two = (
+        http.post(f"{root}/score", json={"ids": ids}).json()["logprobs"]
+        for ids in ([1, 2, 3], [4, 5])
+    )
     assert len(one) == 2
     both = http.post(f"{root}/score", json={"ids": [[1, 2, 3], [4, 5]]}).json()["logprobs"]
     assert both == [pytest.approx(one, abs=1e-5), pytest.approx(two, abs=1e-5)]

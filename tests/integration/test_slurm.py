@@ -19,7 +19,10 @@ from . import namespaces
 from .conftest import AFRESH, ROOT, TINY, command, until
 from .slurm_cluster import Cluster, is_possible
 
-pytestmark = [pytest.mark.slurm, pytest.mark.skipif(not is_possible(), reason="needs root and Debian's Slurm")]
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.skipif(not is_possible(), reason="needs root and Debian's Slurm"),
+]
 RL = "configs/prime-rl/reverse-text-tiny.toml"
 EVIL = "a b'c\"d $(touch {}) `touch {}` ; ü\\ %j\nsecond line"
 
@@ -44,7 +47,9 @@ def submit(cluster, place, *words, ok=True):
 
 
 def ended(cluster, job, state="COMPLETED"):
-    until(lambda: cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL"))
+    until(
+        lambda: cluster.state(job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+    )
     assert cluster.state(job) == state
 
 
@@ -64,11 +69,22 @@ def test_the_seeds_commands(cluster, place):
     (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = ("--model.name", "model", "--max-steps", 2)
     sft = ("sft", "examples/reverse_text/sft.toml", "--output-dir", "runs/reverse-sft", "--gpus", 1)
-    tiny_sft = (*tiny, "--data.name", "data.jsonl", "--data.batch-size", 2, "--data.micro-batch-size", 2)
+    tiny_sft = (
+        *tiny,
+        "--data.name",
+        "data.jsonl",
+        "--data.batch-size",
+        2,
+        "--data.micro-batch-size",
+        2,
+    )
     tiny_sft = (*tiny_sft, "--data.seq-len", 64)
     _, shown = submit(cluster, place, *sft, "--dry-run", *tiny_sft)
     assert "#SBATCH --gres=gpu:1" in shown.stdout and "Slurm says: sbatch: Job" in shown.stdout
-    assert "#SBATCH --job-name=sft-sft" in shown.stdout and not (place / "runs/reverse-sft/slurm/jobs.jsonl").exists()
+    assert (
+        "#SBATCH --job-name=sft-sft" in shown.stdout
+        and not (place / "runs/reverse-sft/slurm/jobs.jsonl").exists()
+    )
     (job,), _ = submit(cluster, place, *sft, *tiny_sft)
     ended(cluster, job)
     assert weights(place, "runs/reverse-sft", 2)
@@ -93,13 +109,22 @@ def test_the_seeds_commands(cluster, place):
         8,
     )
     _, shown = submit(cluster, place, *rl, "--dry-run", *tiny_rl)
-    assert re.search(r"inference +node 1 +GPU 0 ", shown.stdout) and re.search(r"trainer +node 1 +GPU 1", shown.stdout)
+    assert re.search(r"inference +node 1 +GPU 0 ", shown.stdout) and re.search(
+        r"trainer +node 1 +GPU 1", shown.stdout
+    )
     (job,), _ = submit(cluster, place, *rl, *tiny_rl)
     ended(cluster, job)
     assert weights(place, "runs/reverse-rl", 2)
-    assert f"job {job}  COMPLETED" in command("hone", "slurm", "status", "runs/reverse-rl", cwd=place,
-                                              env=cluster.environment).stdout  # fmt: skip
-    assert "attempt 0 ended with code 0" in command("hone", "slurm", "logs", "runs/reverse-rl", cwd=place).stdout
+    assert (
+        f"job {job}  COMPLETED"
+        in command(
+            "hone", "slurm", "status", "runs/reverse-rl", cwd=place, env=cluster.environment
+        ).stdout
+    )
+    assert (
+        "attempt 0 ended with code 0"
+        in command("hone", "slurm", "logs", "runs/reverse-rl", cwd=place).stdout
+    )
 
 
 def test_the_dashboards_lab_hands_a_run_over(cluster, place, monkeypatch):
@@ -118,21 +143,51 @@ def test_the_dashboards_lab_hands_a_run_over(cluster, place, monkeypatch):
 def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, place):
     """Preempted twice without warning and once at the end of its wall time: the same weights, to the bit."""
     steps, same = 400, ("--max-steps", 400, "--max-async-level", 0, "--ckpt.interval", 20)
-    whole = ("rl", "@", RL, *same, "--deployment", "processes", "--inference.server.port", 0, "--log-interval", 0)
+    whole = (
+        "rl",
+        "@",
+        RL,
+        *same,
+        "--deployment",
+        "processes",
+        "--inference.server.port",
+        0,
+        "--log-interval",
+        0,
+    )
     start = time.monotonic()
     command("rl", *whole[1:], "--output-dir", "whole", cwd=place, env=AFRESH)
     elapsed = time.monotonic() - start
-    training = sum(json.loads(line).get("time/step", 0.0) for line in (place / "whole" / "metrics.jsonl").open())
+    training = sum(
+        json.loads(line).get("time/step", 0.0)
+        for line in (place / "whole" / "metrics.jsonl").open()
+    )
     # An attempt starts, trains a quarter of the run, and is asked to leave `grace` seconds before its minute ends.
     grace = min(50, max(10, int(60 - (elapsed - training) - training / 4)))
-    words = ("rl", RL, "--output-dir", "cut", "--partition", "spot", *same, "--time", "1:00", "--grace", grace)
+    words = (
+        "rl",
+        RL,
+        "--output-dir",
+        "cut",
+        "--partition",
+        "spot",
+        *same,
+        "--time",
+        "1:00",
+        "--grace",
+        grace,
+    )
     (job,), _ = submit(cluster, place, *words)
     for after in (25, 65):
         until(lambda after=after: latest(place / "cut") >= after)
         taking = subprocess.run(
-            ["sbatch", "--parsable", "--partition=gpu", "--gres=gpu:8", "--wrap=sleep 2"], cwd=place, text=True,
-            env={**os.environ, **cluster.environment}, capture_output=True, check=True,
-        )  # fmt: skip
+            ["sbatch", "--parsable", "--partition=gpu", "--gres=gpu:8", "--wrap=sleep 2"],
+            cwd=place,
+            text=True,
+            env={**os.environ, **cluster.environment},
+            capture_output=True,
+            check=True,
+        )
         ended(cluster, taking.stdout.strip())
     ended(cluster, job)
     log = log_of(place, "cut", job)
@@ -142,13 +197,19 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
     assert weights(place, "cut", steps) == weights(place, "whole", steps)
     assert (place / "cut" / "logs" / "attempt_0" / "trainer.log").exists()
     rows = [json.loads(line) for line in (place / "cut" / "metrics.jsonl").open()]
-    assert sum(row["reward/mean"] for row in rows[-20:] if "reward/mean" in row) / 20 > 0.93  # 0.75 before
+    assert (
+        sum(row["reward/mean"] for row in rows[-20:] if "reward/mean" in row) / 20 > 0.93
+    )  # 0.75 before
 
 
 def latest(run):
     """The step of the newest row."""
     file = run / "metrics.jsonl"
-    rows = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    rows = (
+        [line for line in file.read_text().splitlines() if line.endswith("}")]
+        if file.exists()
+        else []
+    )
     return json.loads(rows[-1])["step"] if rows else 0
 
 
@@ -158,7 +219,10 @@ def test_two_jobs_share_a_node_and_neither_a_device_nor_a_port(cluster, place):
     (two,), _ = submit(cluster, place, "rl", RL, "--output-dir", "two", *few)
     for job in (one, two):
         ended(cluster, job)
-    gpus = [re.search(r"GPUs ([\d,]+)", log_of(place, run, job))[1] for run, job in (("one", one), ("two", two))]
+    gpus = [
+        re.search(r"GPUs ([\d,]+)", log_of(place, run, job))[1]
+        for run, job in (("one", one), ("two", two))
+    ]
     assert len({*gpus[0].split(","), *gpus[1].split(",")}) == 4
     ports = [
         re.search(r":(\d+)/v1", (place / run / "configs" / "orchestrator.toml").read_text())[1]
@@ -170,7 +234,16 @@ def test_two_jobs_share_a_node_and_neither_a_device_nor_a_port(cluster, place):
 def test_several_ranks_leave_together(cluster, place):
     rows = [{"prompt": "p", "completion": "c" * n} for n in range(1, 40)]
     (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ("sft", "examples/reverse_text/sft.toml", "--output-dir", "ranks", "--gpus", 2, "--max-steps", 100000)
+    words = (
+        "sft",
+        "examples/reverse_text/sft.toml",
+        "--output-dir",
+        "ranks",
+        "--gpus",
+        2,
+        "--max-steps",
+        100000,
+    )
     tiny = (
         "--model.name",
         "models/reverse-text-tiny-sft",
@@ -214,10 +287,20 @@ def processes_of(run):
 def test_strings_arrive_as_they_are_and_nothing_executes(cluster, place):
     trap = place / "executed"
     evil = EVIL.format(trap, trap)
-    assert "with a backslash" in submit(cluster, place, "rl", RL, "--output-dir", "a\\b", ok=False)[1].stderr
+    assert (
+        "with a backslash"
+        in submit(cluster, place, "rl", RL, "--output-dir", "a\\b", ok=False)[1].stderr
+    )
     run = place / f"out {evil.splitlines()[0].replace('/', '_').replace(chr(92), '')}"
     words = ("rl", RL, "--output-dir", run, "--max-steps", 1)
-    options = ("--job-name", evil, "--sbatch", f"comment={evil}", "--mail-user", "o'brien $(id)@example.org")
+    options = (
+        "--job-name",
+        evil,
+        "--sbatch",
+        f"comment={evil}",
+        "--mail-user",
+        "o'brien $(id)@example.org",
+    )
     (job,), _ = submit(cluster, place, *words, *options)
     ended(cluster, job)
     known = json.loads(cluster._run("squeue", "--states=all", "--json"))["jobs"]
@@ -228,7 +311,9 @@ def test_strings_arrive_as_they_are_and_nothing_executes(cluster, place):
 
 
 def test_jobs_in_a_chain_wait_for_each_other(cluster, place):
-    jobs, _ = submit(cluster, place, "rl", RL, "--output-dir", "chain", "--max-steps", 3, "--chain", 2)
+    jobs, _ = submit(
+        cluster, place, "rl", RL, "--output-dir", "chain", "--max-steps", 3, "--chain", 2
+    )
     assert len(jobs) == 2
     for job in jobs:
         ended(cluster, job)
@@ -238,7 +323,10 @@ def test_jobs_in_a_chain_wait_for_each_other(cluster, place):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("rl", "configs/prime-rl/reverse-txt.toml"), "no such file; did you mean configs/prime-rl/reverse-text"),
+        (
+            ("rl", "configs/prime-rl/reverse-txt.toml"),
+            "no such file; did you mean configs/prime-rl/reverse-text",
+        ),
         (("rl", RL, "--train-gpus", 8), "a node has up to 8"),
         (("rl", RL, "--max-step", 3), "did you mean max-steps"),
         (("rl", RL, "--clean"), "a job that is started again would lose its run"),
@@ -246,7 +334,7 @@ def test_jobs_in_a_chain_wait_for_each_other(cluster, place):
         (("rl", RL, "--partition", "nowhere"), "sbatch: "),
     ],
     ids=lambda x: " ".join(map(str, x[1:])) if isinstance(x, tuple) else None,
-)  # fmt: skip
+)
 def test_mistakes(cluster, place, words, said):
     _, done = submit(cluster, place, *words, "--output-dir", "bad", ok=False)
     assert said in done.stderr
@@ -260,8 +348,10 @@ def test_a_run_without_jobs(cluster, place):
 def test_help_and_dry_run_are_quick_and_need_no_torch(cluster, place):
     for words in (("--help",), ("rl", "--help"), ("rl", RL, "--output-dir", "dry", "--dry-run")):
         start = read_children_seconds()
-        code = f"import sys; sys.argv[1:] = {list(words)!r}; from hone.cli import slurm\ntry: slurm()\nfinally: " \
-            "assert 'torch' not in sys.modules"  # fmt: skip
+        code = (
+            f"import sys; sys.argv[1:] = {list(words)!r}; from hone.cli import slurm\ntry: slurm()\nfinally: "
+            "assert 'torch' not in sys.modules"
+        )
         done = subprocess.run(
             [sys.executable, "-c", code],
             cwd=place,
@@ -287,9 +377,17 @@ def two(tmp_path_factory):
 
 LONG_STEPS = 150  # of a run that is to be disturbed after eight
 RL_TINY = (
-    "--model.device", "cpu", "--max-async-level", 0, "--max-steps", LONG_STEPS, "--orchestrator.batch-size", 32,
-    "--ckpt.interval", 5,
-)  # fmt: skip
+    "--model.device",
+    "cpu",
+    "--max-async-level",
+    0,
+    "--max-steps",
+    LONG_STEPS,
+    "--orchestrator.batch-size",
+    32,
+    "--ckpt.interval",
+    5,
+)
 
 
 def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(two, place):
@@ -297,7 +395,9 @@ def test_trainer_and_server_on_two_nodes_lose_one_and_end_at_the_same_weights(tw
     alone = ("rl", RL, "--train-gpus", 1, "--infer-gpus", 1, *RL_TINY)
     (first,), _ = submit(two, place, *alone, "--output-dir", "runs/alone")
     ended(two, first)
-    (job,), _ = submit(two, place, *alone, "--output-dir", "runs/two", "--train-nodes", 1, "--infer-nodes", 1)
+    (job,), _ = submit(
+        two, place, *alone, "--output-dir", "runs/two", "--train-nodes", 1, "--infer-nodes", 1
+    )
     metrics = place / "runs/two/metrics.jsonl"
     until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 8)
     two.control("update", "nodename=node1", "state=down", "reason=lost")
@@ -320,9 +420,23 @@ def test_two_nodes_train_one_model(two, place):
     rows = [{"prompt": "p", "completion": "c" * n} for n in range(1, 40)]
     (place / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     sft = (
-        "sft", "examples/reverse_text/sft.toml", "--model.name", "model", "--model.device", "cpu", "--max-steps", 4,
-        "--data.name", "data.jsonl", "--data.batch-size", 4, "--data.micro-batch-size", 2, "--data.seq-len", 64,
-    )  # fmt: skip
+        "sft",
+        "examples/reverse_text/sft.toml",
+        "--model.name",
+        "model",
+        "--model.device",
+        "cpu",
+        "--max-steps",
+        4,
+        "--data.name",
+        "data.jsonl",
+        "--data.batch-size",
+        4,
+        "--data.micro-batch-size",
+        2,
+        "--data.seq-len",
+        64,
+    )
     (one,), _ = submit(two, place, *sft, "--gpus", 2, "--output-dir", "runs/one")
     (both,), _ = submit(two, place, *sft, "--gpus", 1, "--nodes", 2, "--output-dir", "runs/both")
     ended(two, one)

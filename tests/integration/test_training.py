@@ -88,20 +88,42 @@ finally:
 """
 
 
-def test_the_next_steps_requests_are_made_beside_training_where_nothing_comes_between(trained, tmp_path):
+def test_the_next_steps_requests_are_made_beside_training_where_nothing_comes_between(
+    trained, tmp_path
+):
     """Weights are saved after steps 3 and 6, an evaluation is due after 4. A short time limit is not spent waiting."""
     (tmp_path / "watched.py").write_text(WATCHED)
     words = [tmp_path / "watched.py", tmp_path / "begun.json", "rl", "--model.name", trained]
     evaluation = {"interval": 4, "at_start": False, "env": [json.loads(RL_ENV)], "num_examples": 2}
     for timeout, early in ((600, {1, 2, 5}), (5, set())):
         command(
-            "python", *words, "--orchestrator.env", RL_ENV,
-            "--output-dir", tmp_path / str(timeout), "--orchestrator.batch-size", 8, "--max-steps", 6, "--seq-len", 64,
-            "--orchestrator.rollouts-per-example", 4, "--orchestrator.sampling.max-tokens", 8, "--weights.interval", 3,
-            "--orchestrator.eval", json.dumps(evaluation), "--orchestrator.rollout-timeout", timeout,
-        )  # fmt: skip
+            "python",
+            *words,
+            "--orchestrator.env",
+            RL_ENV,
+            "--output-dir",
+            tmp_path / str(timeout),
+            "--orchestrator.batch-size",
+            8,
+            "--max-steps",
+            6,
+            "--seq-len",
+            64,
+            "--orchestrator.rollouts-per-example",
+            4,
+            "--orchestrator.sampling.max-tokens",
+            8,
+            "--weights.interval",
+            3,
+            "--orchestrator.eval",
+            json.dumps(evaluation),
+            "--orchestrator.rollout-timeout",
+            timeout,
+        )
         begun = dict(json.loads((tmp_path / "begun.json").read_text()))
-        assert {version for version, is_early in begun.items() if is_early} == early and list(begun) == [*range(6)]
+        assert {version for version, is_early in begun.items() if is_early} == early and list(
+            begun
+        ) == [*range(6)]
     assert_same_weights(weights(tmp_path / "600", 6), weights(tmp_path / "5", 6))
 
 
@@ -111,9 +133,20 @@ def test_sft_repeats_to_the_bit_with_any_threads_and_does_not_depend_on_micro_ba
     losses = []
     for name, options in (("a", []), ("b", []), ("c", ["--data.micro-batch-size", 1])):
         command(
-            "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", 3, "--output-dir", tmp_path / name,
-            "--val.name", data, *options, env={"OMP_NUM_THREADS": "1"} if name == "b" and cpu.IS_AVAILABLE else {},
-        )  # fmt: skip
+            "sft",
+            "@",
+            f"{TINY}/sft.toml",
+            "--data.name",
+            data,
+            "--max-steps",
+            3,
+            "--output-dir",
+            tmp_path / name,
+            "--val.name",
+            data,
+            *options,
+            env={"OMP_NUM_THREADS": "1"} if name == "b" and cpu.IS_AVAILABLE else {},
+        )
         losses.append([row["loss/mean"] for row in metrics(tmp_path / name, "metrics_sft.jsonl")])
         assert "val/loss" in metrics(tmp_path / name, "metrics_sft.jsonl")[-1]
     assert losses[0] == losses[1] and losses[2] == pytest.approx(losses[0], rel=1e-4)
@@ -161,7 +194,9 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
         time/generate time/train perf/throughput perf/peak_memory optim/lr optim/grad_norm loss/mean entropy/mean
         entropy/std mismatch_kl/mean mismatch_kl/max is_masked/mean"""
     assert set(names.split()) <= row.keys()
-    rollouts = [json.loads(line) for line in (out / "rollouts" / "step_3" / "rollouts.jsonl").open()]
+    rollouts = [
+        json.loads(line) for line in (out / "rollouts" / "step_3" / "rollouts.jsonl").open()
+    ]
     assert len(rollouts) == 32 and {r["turns"][0]["version"] for r in rollouts} == {2}
     for group in range(4):
         assert abs(sum(r["advantage"] for r in rollouts if r["group"] == group)) < 1e-9
@@ -190,15 +225,17 @@ def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, 
         prompt, ids = turn["prompt_ids"], turn["ids"]
         packed = PackedAttention([len(prompt) + len(ids)])
         with torch.no_grad():
-            logits = model.compute_logits(model(torch.tensor(prompt + ids), packed.token_positions(), packed))[
-                len(prompt) - 1 : -1
-            ]
+            logits = model.compute_logits(
+                model(torch.tensor(prompt + ids), packed.token_positions(), packed)
+            )[len(prompt) - 1 : -1]
         logprobs = torch.log_softmax(logits / temperature, -1)
         entropies.append(-(logprobs.exp() * logprobs).sum(-1).mean())
         expected = logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
         differences.append((torch.tensor(turn["logprobs"]) - expected).abs().max())
     assert max(differences) <= 1e-4
-    assert 0.1 < torch.stack(entropies).mean() < 4.0  # not uniform over 264 tokens (5.6 nats), not constant
+    assert (
+        0.1 < torch.stack(entropies).mean() < 4.0
+    )  # not uniform over 264 tokens (5.6 nats), not constant
     assert_same_weights(weights(tmp_path / "run", 2), load_file(trained / "model.safetensors"))
 
 
@@ -207,10 +244,28 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(rl, trained, tmp_path, 
     rl("--max-steps", 6, out=tmp_path / "whole")
     out = tmp_path / "killed"
     words = [
-        BIN / "rl", "--model.name", trained, "--orchestrator.env", RL_ENV, "--orchestrator.batch-size", "32",
-        "--orchestrator.rollouts-per-example", "8", "--orchestrator.sampling.max-tokens", "16", "--seq-len", "64",
-        "--max-steps", "500", "--trainer.optim.lr", "1e-4", "--output-dir", out, "--ckpt.interval", "2",
-    ]  # fmt: skip
+        BIN / "rl",
+        "--model.name",
+        trained,
+        "--orchestrator.env",
+        RL_ENV,
+        "--orchestrator.batch-size",
+        "32",
+        "--orchestrator.rollouts-per-example",
+        "8",
+        "--orchestrator.sampling.max-tokens",
+        "16",
+        "--seq-len",
+        "64",
+        "--max-steps",
+        "500",
+        "--trainer.optim.lr",
+        "1e-4",
+        "--output-dir",
+        out,
+        "--ckpt.interval",
+        "2",
+    ]
     process = started(*words)
     until((out / "checkpoints" / "step_2").exists, process, pause=0.002)
     process.send_signal(signal.SIGKILL)
@@ -236,9 +291,25 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path, s
     data, rng = tmp_path / "sft.jsonl", random.Random(0)
     command("python", "-m", "reverse_text", "--out", data, "-n", 400)
     words = [
-        BIN / "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--max-steps", "40", "--data.batch-size", "2",
-        "--data.seq-len", "128", "--ckpt.interval", "3", "--log-interval", "40", "--resume", "auto", "--output-dir",
-    ]  # fmt: skip
+        BIN / "sft",
+        "@",
+        f"{TINY}/sft.toml",
+        "--data.name",
+        data,
+        "--max-steps",
+        "40",
+        "--data.batch-size",
+        "2",
+        "--data.seq-len",
+        "128",
+        "--ckpt.interval",
+        "3",
+        "--log-interval",
+        "40",
+        "--resume",
+        "auto",
+        "--output-dir",
+    ]
     command(*words, tmp_path / "straight")
     out = tmp_path / "killed"
     for moment in sorted(rng.sample(range(1, 39), 10)):
@@ -249,7 +320,10 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path, s
         process.wait()
     command(*words, out)
     assert [row["step"] for row in metrics(out, "metrics_sft.jsonl")] == list(range(1, 41))
-    losses = [[row["loss/mean"] for row in metrics(tmp_path / d, "metrics_sft.jsonl")] for d in ("straight", "killed")]
+    losses = [
+        [row["loss/mean"] for row in metrics(tmp_path / d, "metrics_sft.jsonl")]
+        for d in ("straight", "killed")
+    ]
     assert losses[0] == losses[1]
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
@@ -258,46 +332,105 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
     data = tmp_path / "sft.jsonl"
     command("python", "-m", "reverse_text", "--out", data, "-n", 100)
     words = [
-        "sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--data.streaming", "--data.buffer", 50,
-        "--data.batch-size", 8, "--data.seq-len", 64, "--lora.rank", 4, "--lora.modules-to-save", "norm",
-        "--optim.type", "adamw", "--optim.lr", 1e-2,
-        "--eval.env.id", "reverse-text", "--eval.env.args.texts", "generated", "--eval.interval", 2,
-        "--eval.num-examples", 8, "--ckpt.interval", 2, "--output-dir",
-    ]  # fmt: skip
+        "sft",
+        "@",
+        f"{TINY}/sft.toml",
+        "--data.name",
+        data,
+        "--data.streaming",
+        "--data.buffer",
+        50,
+        "--data.batch-size",
+        8,
+        "--data.seq-len",
+        64,
+        "--lora.rank",
+        4,
+        "--lora.modules-to-save",
+        "norm",
+        "--optim.type",
+        "adamw",
+        "--optim.lr",
+        1e-2,
+        "--eval.env.id",
+        "reverse-text",
+        "--eval.env.args.texts",
+        "generated",
+        "--eval.interval",
+        2,
+        "--eval.num-examples",
+        8,
+        "--ckpt.interval",
+        2,
+        "--output-dir",
+    ]
     command(*words, tmp_path / "whole", "--max-steps", 4)
     command(*words, tmp_path / "parts", "--max-steps", 2)
     command(*words, tmp_path / "parts", "--max-steps", 4, "--resume")
     assert_same_weights(weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4))
-    again = command(*words, tmp_path / "parts", "--max-steps", 4, "--resume", "auto")  # nothing is left to do
+    again = command(
+        *words, tmp_path / "parts", "--max-steps", 4, "--resume", "auto"
+    )  # nothing is left to do
     assert "Weights of step 4 in" in again.stdout
     rows = metrics(tmp_path / "whole", "metrics_sft.jsonl")
     assert [row["step"] for row in rows if "eval/reverse-text/reward" in row] == [0, 2, 4]
-    assert 0 <= rows[0]["eval/reverse-text/reward"] <= 1 and rows[0]["eval/reverse-text/failed"] == 0
-    adapter = load_file(tmp_path / "whole" / "weights" / "step_4" / "lora_adapters" / "adapter_model.safetensors")
+    assert (
+        0 <= rows[0]["eval/reverse-text/reward"] <= 1 and rows[0]["eval/reverse-text/failed"] == 0
+    )
+    adapter = load_file(
+        tmp_path / "whole" / "weights" / "step_4" / "lora_adapters" / "adapter_model.safetensors"
+    )
     assert adapter["base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"].shape[0] == 4
     assert adapter["base_model.model.model.norm.weight"].std() > 0
-    command("hone", "export", "--checkpoint", tmp_path / "whole" / "checkpoints_sft" / "step_4", "--output-dir",
-            tmp_path / "exported", "--dtype", "float32")  # fmt: skip
+    command(
+        "hone",
+        "export",
+        "--checkpoint",
+        tmp_path / "whole" / "checkpoints_sft" / "step_4",
+        "--output-dir",
+        tmp_path / "exported",
+        "--dtype",
+        "float32",
+    )
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     for name, tensor in weights(tmp_path / "whole", 4).items():
         torch.testing.assert_close(exported[name], tensor)
-    size = sum(p.stat().st_size for p in (tmp_path / "whole" / "checkpoints_sft" / "step_4" / "trainer").iterdir())
+    size = sum(
+        p.stat().st_size
+        for p in (tmp_path / "whole" / "checkpoints_sft" / "step_4" / "trainer").iterdir()
+    )
     assert size < 1_500_000  # the adapter's state alone: the model's would be 8 MB
 
 
 def torchrun(*words, ranks=2):
     """Processes on this machine, by the file, as in the seeds."""
     subprocess.run(
-        [BIN / "torchrun", "--nproc-per-node", str(ranks), "--master-port", str(free_port()), *map(str, words)],
-        cwd=ROOT, check=True, timeout=HANG_SECONDS,
-    )  # fmt: skip
+        [
+            BIN / "torchrun",
+            "--nproc-per-node",
+            str(ranks),
+            "--master-port",
+            str(free_port()),
+            *map(str, words),
+        ],
+        cwd=ROOT,
+        check=True,
+        timeout=HANG_SECONDS,
+    )
 
 
 def ranked(*words, ranks=2):
     """The same without torchrun, which takes longer to start than they do: each is told its number."""
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    common = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+    }
     numbered = [{**common, "RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
-    processes = [start(BIN / "python", *words, env={k: str(v) for k, v in env.items()}) for env in numbered]
+    processes = [
+        start(BIN / "python", *words, env={k: str(v) for k, v in env.items()}) for env in numbered
+    ]
     try:
         assert [process.wait(HANG_SECONDS) for process in processes] == [0] * ranks
     finally:
@@ -309,27 +442,65 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     data = tmp_path / "sft.jsonl"
     command("python", "-m", "reverse_text", "--out", data, "-n", 200)
     words = [
-        "@", f"{TINY}/sft.toml", "--data.name", data, "--val.name", data, "--max-steps", 4, "--data.batch-size", 16,
-        "--data.seq-len", 64, "--data.max-left-out", 0.5, "--ckpt.interval", 2, "--output-dir",
-    ]  # fmt: skip
+        "@",
+        f"{TINY}/sft.toml",
+        "--data.name",
+        data,
+        "--val.name",
+        data,
+        "--max-steps",
+        4,
+        "--data.batch-size",
+        16,
+        "--data.seq-len",
+        64,
+        "--data.max-left-out",
+        0.5,
+        "--ckpt.interval",
+        2,
+        "--output-dir",
+    ]
     command("sft", *words, tmp_path / "one")
     torchrun("--local-ranks-filter", 0, "src/hone/trainer/sft/train.py", *words, tmp_path / "two")
     ranked("src/hone/trainer/sft/train.py", *words, tmp_path / "parts", "--sharding", "full")
-    one, *others = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two", "parts"))
+    one, *others = (
+        metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two", "parts")
+    )
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
         values = [row[name] for row in one if name in row]
         assert values and all(
-            [r[name] for r in other if name in r] == pytest.approx(values, rel=1e-5) for other in others
+            [r[name] for r in other if name in r] == pytest.approx(values, rel=1e-5)
+            for other in others
         )
-    command("hone", "export", "--checkpoint", tmp_path / "two" / "checkpoints_sft" / "step_4", "--output-dir",
-            tmp_path / "exported", "--dtype", "float32")  # fmt: skip
-    assert_same_weights(load_file(tmp_path / "exported" / "model.safetensors"), weights(tmp_path / "two", 4))
-    refused = command("hone", "export", "--checkpoint", tmp_path, "--output-dir", tmp_path / "more", ok=False)
+    command(
+        "hone",
+        "export",
+        "--checkpoint",
+        tmp_path / "two" / "checkpoints_sft" / "step_4",
+        "--output-dir",
+        tmp_path / "exported",
+        "--dtype",
+        "float32",
+    )
+    assert_same_weights(
+        load_file(tmp_path / "exported" / "model.safetensors"), weights(tmp_path / "two", 4)
+    )
+    refused = command(
+        "hone", "export", "--checkpoint", tmp_path, "--output-dir", tmp_path / "more", ok=False
+    )
     assert "no checkpoint there" in refused.stderr
     # One rank goes on where two stopped that had parts, three with parts where one stopped.
     more = ["--max-steps", 5, "--resume"]
     command("sft", *words, tmp_path / "parts", *more)
-    ranked("src/hone/trainer/sft/train.py", *words, tmp_path / "one", *more, "--sharding", "full", ranks=3)
+    ranked(
+        "src/hone/trainer/sft/train.py",
+        *words,
+        tmp_path / "one",
+        *more,
+        "--sharding",
+        "full",
+        ranks=3,
+    )
     one, parts = (metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "parts"))
     assert [row["step"] for row in one] == [row["step"] for row in parts] == [1, 2, 3, 4, 5]
     assert one[-1]["loss/mean"] == pytest.approx(parts[-1]["loss/mean"], rel=1e-5)
@@ -345,7 +516,9 @@ def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
     command("python", script, tmp_path / "one.json", *options)
     ranked(script, tmp_path / "two.json", *options)
     ranked(script, tmp_path / "parts.json", *options, 'sharding="full"', ranks=3)
-    one, two, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts"))
+    one, two, parts = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts")
+    )
     assert (one.pop("ranks"), two.pop("ranks"), parts.pop("ranks")) == (1, 2, 3)
     limit = (
         1e-5 if optimizer == "adamw" else 1e-4
@@ -357,7 +530,10 @@ def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
 
 
 def test_ranks_with_parts_train_an_adapter_in_half_precision(tmp_path):
-    script, options = ROOT / "tests" / "integration" / "rl_step.py", ['dtype="bfloat16"', 'lora={"rank":4}']
+    script, options = (
+        ROOT / "tests" / "integration" / "rl_step.py",
+        ['dtype="bfloat16"', 'lora={"rank":4}'],
+    )
     command("python", script, tmp_path / "one.json", *options)
     ranked(script, tmp_path / "parts.json", *options, 'sharding="full"')
     one, parts = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "parts"))
@@ -366,12 +542,30 @@ def test_ranks_with_parts_train_an_adapter_in_half_precision(tmp_path):
 
 
 def test_bench_measures_and_writes_nothing(tmp_path):
-    words = ["sft", "@", f"{TINY}/sft.toml", "--data.fake", "--data.seq-len", 64, "--data.batch-size", 8]
+    words = [
+        "sft",
+        "@",
+        f"{TINY}/sft.toml",
+        "--data.fake",
+        "--data.seq-len",
+        64,
+        "--data.batch-size",
+        8,
+    ]
     done = command(*words, "--bench", "--output-dir", tmp_path / "out")
     for word in ("tokens/s", "peak memory", "forward", "backward", "optimizer", "data"):
         assert word in done.stdout
-    words = ["trainer", "--model.name", f"{TINY}/model", "--model.random-init", "--bench.sequences", 8]
-    done = command(*words, "--bench.tokens", 32, "--bench.steps", 2, "--output-dir", tmp_path / "out")
+    words = [
+        "trainer",
+        "--model.name",
+        f"{TINY}/model",
+        "--model.random-init",
+        "--bench.sequences",
+        8,
+    ]
+    done = command(
+        *words, "--bench.tokens", 32, "--bench.steps", 2, "--output-dir", tmp_path / "out"
+    )
     assert "tokens/s" in done.stdout and "forward" in done.stdout
     assert not (tmp_path / "out").exists()
 
@@ -406,12 +600,19 @@ def test_sft_and_rl_share_a_directory_as_in_the_examples(rl, trained, tmp_path):
 def test_dry_run_prints_and_writes_the_resolved_configuration(rl, tmp_path):
     done = rl("--dry-run")
     assert "max_steps = 4" in done.stdout
-    assert [p.relative_to(tmp_path / "run") for p in (tmp_path / "run").rglob("*") if p.is_file()] == [
-        Path("configs/rl.toml")
-    ]
+    assert [
+        p.relative_to(tmp_path / "run") for p in (tmp_path / "run").rglob("*") if p.is_file()
+    ] == [Path("configs/rl.toml")]
     assert (tmp_path / "run" / "configs" / "rl.toml").read_text() in done.stdout
     for recipe in ("sft", "rl"):
-        words = [recipe, "@", f"examples/reverse_text/{recipe}.toml", "--dry-run", "--output-dir", tmp_path / recipe]
+        words = [
+            recipe,
+            "@",
+            f"examples/reverse_text/{recipe}.toml",
+            "--dry-run",
+            "--output-dir",
+            tmp_path / recipe,
+        ]
         assert "Qwen3-0.6B" in command(*words).stdout
 
 
@@ -424,5 +625,11 @@ def test_wandb_logs_offline_and_is_refused_without_the_extra(rl, tmp_path):
         "import importlib.util as u\nfind = u.find_spec\n"
         "u.find_spec = lambda name, *a: None if name == 'wandb' else find(name, *a)\n"
     )
-    refused = rl("--wandb.project", "p", out=tmp_path / "other", ok=False, env={"PYTHONPATH": str(blocker.parent)})
+    refused = rl(
+        "--wandb.project",
+        "p",
+        out=tmp_path / "other",
+        ok=False,
+        env={"PYTHONPATH": str(blocker.parent)},
+    )
     assert "hone-rl[wandb]" in refused.stderr and not (tmp_path / "other").exists()

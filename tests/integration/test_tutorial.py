@@ -44,7 +44,9 @@ def lab(tmp_path_factory):
     said = {}
     for script in blocks("bash"):
         typed = script.replace("hone lab setup", "hone lab setup --no-install")
-        typed = re.sub(r"(vf-rl @ configs/vf-rl/(?!\S*tiny|my)\S+)", r"\1 --dry-run", typed)  # models of the hub
+        typed = re.sub(
+            r"(vf-rl @ configs/vf-rl/(?!\S*tiny|my)\S+)", r"\1 --dry-run", typed
+        )  # models of the hub
         done = at_a_shell(typed, place)
         assert done.returncode == 0, f"{typed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         said[script] = done.stdout
@@ -59,17 +61,26 @@ def test_the_page_is_as_it_says(lab):
     _, said = lab
     setup = of(said, "setup --vf-rl")
     shown = [line for block in blocks("") for line in block.splitlines() if line.startswith("✓")]
-    assert [line for line in shown if "Installed" not in line] == [x for x in setup.splitlines() if x.startswith("✓")]
+    assert [line for line in shown if "Installed" not in line] == [
+        x for x in setup.splitlines() if x.startswith("✓")
+    ]
     trained = of(said, "vf-rl @ configs/vf-rl/reverse-text-tiny.toml\n")
     assert re.search(r"\{'loss': [-\d.e]+, 'learning_rate': 0.001, 'epoch': [\d.e-]+\}", trained)
     assert "=== Step 5 Sample ===\nPrompt: " in trained and "\nReward: " in trained
     rewards = dict(re.findall(r"Step (\d+)/100: reward=([\d.]+)", trained))
     assert len(rewards) == 100
-    first, last = (sum(float(rewards[str(step)]) for step in part) / 5 for part in (range(1, 6), range(96, 101)))
+    first, last = (
+        sum(float(rewards[str(step)]) for step in part) / 5
+        for part in (range(1, 6), range(96, 101))
+    )
     assert last - first >= 0.12
-    before, after = (float(re.search(r"reward: avg - ([\d.]+)", of(said, f"-m {model}"))[1]) for model in (
-        "models/reverse-text-tiny-sft", "outputs/reverse-text-tiny/checkpoint-100",
-    ))  # fmt: skip
+    before, after = (
+        float(re.search(r"reward: avg - ([\d.]+)", of(said, f"-m {model}"))[1])
+        for model in (
+            "models/reverse-text-tiny-sft",
+            "outputs/reverse-text-tiny/checkpoint-100",
+        )
+    )
     assert after - before >= 0.12
     served = float(re.search(r"reward: avg - ([\d.]+)", of(said, "-m reverser"))[1])
     assert served == pytest.approx(after, abs=1e-6)
@@ -85,7 +96,11 @@ def test_checkpoints_are_those_of_the_tutorial(lab):
         assert files == {"adapter_model.safetensors", "adapter_config.json", "trainer_state.json"}
         state = json.loads((run / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["global_step"] == step and len(state["log_history"]) == step
-    assert (run / "runs" / "trainer.log").exists() and not (run / "weights").exists() and not (run / "logs").exists()
+    assert (
+        (run / "runs" / "trainer.log").exists()
+        and not (run / "weights").exists()
+        and not (run / "logs").exists()
+    )
 
 
 def test_peft_gives_the_logits_that_we_train(lab, monkeypatch):
@@ -95,7 +110,9 @@ def test_peft_gives_the_logits_that_we_train(lab, monkeypatch):
     monkeypatch.chdir(place)
     adapter = Path("outputs/reverse-text-tiny/checkpoint-100")
     theirs = AutoPeftModelForCausalLM.from_pretrained(adapter, dtype=torch.float32).eval()
-    ours = load_configured(ModelConfig(name="models/reverse-text-tiny-sft", dtype="float32", device="cpu")).model
+    ours = load_configured(
+        ModelConfig(name="models/reverse-text-tiny-sft", dtype="float32", device="cpu")
+    ).model
     ids = torch.arange(3, 43)
 
     def logits():
@@ -114,7 +131,14 @@ def test_all_weights_are_trained_without_lora(lab):
     from transformers import AutoModelForCausalLM
 
     place, _ = lab
-    words = ("--trainer.args.run-name", "whole", "--trainer.args.max-steps", 2, "--trainer.args.learning-rate", 3e-4)
+    words = (
+        "--trainer.args.run-name",
+        "whole",
+        "--trainer.args.max-steps",
+        2,
+        "--trainer.args.learning-rate",
+        3e-4,
+    )
     file = "configs/vf-rl/reverse-text-tiny.toml"
     command("vf-rl", "@", file, *words, "--trainer.args.use-lora", "false", cwd=place)
     saved = place / "outputs" / "whole" / "checkpoint-2"
@@ -125,17 +149,38 @@ def test_all_weights_are_trained_without_lora(lab):
 def test_processes_tell_the_same(lab):
     """As where both sides have GPUs of their own: servers are started, rows are read from the run's files."""
     place, _ = lab
-    words = ("--trainer.args.run-name", "parts", "--trainer.args.max-steps", 4, "--trainer.args.save-steps", 2)
+    words = (
+        "--trainer.args.run-name",
+        "parts",
+        "--trainer.args.max-steps",
+        4,
+        "--trainer.args.save-steps",
+        2,
+    )
     port = ("--deployment", "processes", "--trainer.args.vllm-server-port", 0)
     done = command("vf-rl", "@", "configs/vf-rl/reverse-text-tiny.toml", *words, *port, cwd=place)
     assert re.findall(r"Step (\d)/4: reward=", done.stdout) == ["1", "2", "3", "4"]
-    for line in ("Starting inference server on port", "Inference server is ready", "Saved outputs/parts/checkpoint-2"):
+    for line in (
+        "Starting inference server on port",
+        "Inference server is ready",
+        "Saved outputs/parts/checkpoint-2",
+    ):
         assert line in done.stdout
-    assert {path.name for path in (place / "outputs" / "parts" / "runs").iterdir()} >= {"inference.log", "trainer.log"}
+    assert {path.name for path in (place / "outputs" / "parts" / "runs").iterdir()} >= {
+        "inference.log",
+        "trainer.log",
+    }
     more = command(
-        "vf-rl", "@", "configs/vf-rl/reverse-text-tiny.toml", *words, *port, "--resume", "--trainer.args.max-steps", 5,
+        "vf-rl",
+        "@",
+        "configs/vf-rl/reverse-text-tiny.toml",
+        *words,
+        *port,
+        "--resume",
+        "--trainer.args.max-steps",
+        5,
         cwd=place,
-    )  # fmt: skip
+    )
     assert re.findall(r"Step (\d)/5: reward=", more.stdout) == ["5"]
 
 
@@ -155,7 +200,9 @@ def test_a_port_in_use_is_named_before_anything_starts(lab):
             "--trainer.args.vllm-server-port",
             port,
         )
-        done = command("vf-rl", "@", "configs/vf-rl/reverse-text-tiny.toml", *words, cwd=place, ok=False)
+        done = command(
+            "vf-rl", "@", "configs/vf-rl/reverse-text-tiny.toml", *words, cwd=place, ok=False
+        )
     assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in done.stderr
     assert "vllm-server-port" in done.stderr
     if sys.platform == "linux":
@@ -172,9 +219,9 @@ def test_python_blocks_run(lab):
 
 def test_toml_blocks_are_configurations(lab, tmp_path):
     whole, *parts = blocks("toml")
-    assert tomllib.loads(whole) == tomllib.loads((TEMPLATES / "configs/vf-rl/reverse-text-tiny.toml").read_text().split(
-        "\n", 1
-    )[1])  # fmt: skip
+    assert tomllib.loads(whole) == tomllib.loads(
+        (TEMPLATES / "configs/vf-rl/reverse-text-tiny.toml").read_text().split("\n", 1)[1]
+    )
     for part in parts:
         keys = {line.split(" =")[0] for line in part.splitlines()}
         kept = [line for line in whole.splitlines() if line.split(" =")[0] not in keys]
@@ -187,7 +234,9 @@ def test_templates_are_configurations():
         for file in sorted((TEMPLATES / "configs" / folder).glob("*.toml")):
             config = load_config(kind, ["@", str(file)]).resolve_config()
             assert isinstance(config, RLConfig)
-            assert {env.id.rpartition("/")[2].replace("-", "_") for env in config.orchestrator.env} <= set(SIX)
+            assert {
+                env.id.rpartition("/")[2].replace("-", "_") for env in config.orchestrator.env
+            } <= set(SIX)
 
 
 def test_a_second_time_nothing_is_overwritten(tmp_path):
@@ -235,7 +284,12 @@ def test_environments_of_a_workspace_stand_alone(tmp_path):
 
 def test_a_project_has_a_name_of_its_own():
     names = ("My Lab!", "reverse_text", "äöü", "hone")
-    assert [project_name(Path("/x") / name) for name in names] == ["my-lab", "reverse-text-lab", "lab", "hone-lab"]
+    assert [project_name(Path("/x") / name) for name in names] == [
+        "my-lab",
+        "reverse-text-lab",
+        "lab",
+        "hone-lab",
+    ]
 
 
 def test_the_notebook_runs(tmp_path):
@@ -244,14 +298,19 @@ def test_the_notebook_runs(tmp_path):
 
     notebook = nbformat.read(ROOT / "examples" / "notebook.ipynb", 4)
     client = NotebookClient(
-        notebook, timeout=HANG_SECONDS, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=HANG_SECONDS,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(str(output.get("text", "")) for output in outputs)
     assert "Step 60/60: reward=" in text and "step 60  reward" in text
     assert any("image/png" in output.get("data", {}) for output in outputs)
-    assert (tmp_path / "outputs" / "notebook" / "checkpoint-60" / "adapter_model.safetensors").exists()
+    assert (
+        tmp_path / "outputs" / "notebook" / "checkpoint-60" / "adapter_model.safetensors"
+    ).exists()
 
 
 @pytest.mark.skipif(not Path(UV).exists(), reason="needs uv")
@@ -260,16 +319,23 @@ def test_the_wheel_alone_does_the_tutorials_path(tmp_path):
 
     def uv(*words, cwd=tmp_path):
         environment = {
-            k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
+            k: v
+            for k, v in os.environ.items()
+            if k not in ("VIRTUAL_ENV", "PYTHONPATH", "UV_PROJECT_ENVIRONMENT")
         }
         environment |= {
             "PATH": f"{Path(UV).parent}:{environment['PATH']}",
             "UV_CONSTRAINT": str(tmp_path / "constraints"),
         }
         done = subprocess.run(
-            [UV, *map(str, words)], cwd=cwd, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment,
+            [UV, *map(str, words)],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            env=environment,
             timeout=HANG_SECONDS,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, f"{words}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         return done.stdout
 
@@ -285,21 +351,50 @@ def test_the_wheel_alone_does_the_tutorials_path(tmp_path):
     environment = {**os.environ, "PATH": f"{tool}:{Path(UV).parent}:{os.environ['PATH']}"}
     environment |= {"UV_CONSTRAINT": str(tmp_path / "constraints")}
     done = subprocess.run(
-        [tool / "hone", "lab", "setup", "--vf-rl"], cwd=lab, env=environment, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL, timeout=HANG_SECONDS,
-    )  # fmt: skip
+        [tool / "hone", "lab", "setup", "--vf-rl"],
+        cwd=lab,
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=HANG_SECONDS,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "✓ Installed hone-rl" in done.stdout
     project = tomllib.loads((lab / "pyproject.toml").read_text())
-    assert project["tool"]["uv"]["sources"]["hone-rl"] == {"path": os.path.relpath(wheel, lab)} or str(wheel) in str(
-        project
+    assert project["tool"]["uv"]["sources"]["hone-rl"] == {
+        "path": os.path.relpath(wheel, lab)
+    } or str(wheel) in str(project)
+    trained = uv(
+        "run",
+        "vf-rl",
+        "@",
+        "configs/vf-rl/reverse-text-tiny.toml",
+        "--trainer.args.max-steps",
+        20,
+        cwd=lab,
     )
-    trained = uv("run", "vf-rl", "@", "configs/vf-rl/reverse-text-tiny.toml", "--trainer.args.max-steps", 20, cwd=lab)
     assert "Step 20/20: reward=" in trained
-    place = uv("run", "python", "-c", "import hone, reverse_text; print(hone.__file__, reverse_text.__file__)", cwd=lab)
+    place = uv(
+        "run",
+        "python",
+        "-c",
+        "import hone, reverse_text; print(hone.__file__, reverse_text.__file__)",
+        cwd=lab,
+    )
     assert str(ROOT) not in place and str(lab / "environments") in place
     said = uv(
-        "run", "hone", "eval", "run", "reverse-text", "-m", "outputs/reverse-text-tiny/checkpoint-20", "-n", 8, "-a",
-        TINY_ENV, cwd=lab,
-    )  # fmt: skip
+        "run",
+        "hone",
+        "eval",
+        "run",
+        "reverse-text",
+        "-m",
+        "outputs/reverse-text-tiny/checkpoint-20",
+        "-n",
+        8,
+        "-a",
+        TINY_ENV,
+        cwd=lab,
+    )
     assert "reward: avg - " in said

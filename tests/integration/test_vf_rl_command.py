@@ -22,5 +22,19 @@ def test_vf_rl_trains_saves_and_resumes_an_adapter_that_evaluates(tmp_path):
     assert {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json"} <= {
         p.name for p in saved.iterdir()
     }
-    said = command("hone", "eval", "run", "reverse-text", "-m", saved, "-n", 4, "-t", 20, "-a", TEXTS, cwd=tmp_path)
+    said = command(
+        "hone",
+        "eval",
+        "run",
+        "reverse-text",
+        "-m",
+        saved,
+        "-n",
+        4,
+        "-t",
+        20,
+        "-a",
+        TEXTS,
+        cwd=tmp_path,
+    )
     assert "reward: avg - " in said.stdout

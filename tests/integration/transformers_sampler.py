@@ -30,8 +30,16 @@ class TransformersSampler(Sampler):
 
     def __init__(self, directory):
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.max_context, self.vocab_size = self.model.config.max_position_embeddings, self.model.config.vocab_size
-        self.waiting, self.working, self.thread, self.open = [], None, ThreadPoolExecutor(1), asyncio.Event()
+        self.max_context, self.vocab_size = (
+            self.model.config.max_position_embeddings,
+            self.model.config.vocab_size,
+        )
+        self.waiting, self.working, self.thread, self.open = (
+            [],
+            None,
+            ThreadPoolExecutor(1),
+            asyncio.Event(),
+        )
         self.open.set()
 
     def on_thread(self, work, *arguments):
@@ -68,11 +76,18 @@ class TransformersSampler(Sampler):
             drawing = {"do_sample": True, "temperature": how.temperature, "top_k": 0}
         torch.manual_seed(how.seed % 2**63)
         found = self.model.generate(
-            ids.clamp(min=0), attention_mask=(ids >= 0).long(), pad_token_id=0, output_logits=True,
-            max_new_tokens=min(how.max_tokens, self.max_context - longest), return_dict_in_generate=True,
+            ids.clamp(min=0),
+            attention_mask=(ids >= 0).long(),
+            pad_token_id=0,
+            output_logits=True,
+            max_new_tokens=min(how.max_tokens, self.max_context - longest),
+            return_dict_in_generate=True,
             eos_token_id=None if how.ignore_eos else sorted(requests[0].stop_ids),
-            stopping_criteria=StoppingCriteriaList([lambda ids, _: torch.full((len(ids),), self.ends)]), **drawing,
-        )  # fmt: skip
+            stopping_criteria=StoppingCriteriaList(
+                [lambda ids, _: torch.full((len(ids),), self.ends)]
+            ),
+            **drawing,
+        )
         new = found.sequences[:, longest:]
         logprobs = torch.log_softmax(torch.stack(found.logits, 1) / (how.temperature or 1.0), -1)
         own = logprobs.gather(2, new[:, :, None]).squeeze(2)
@@ -109,7 +124,12 @@ class TransformersSampler(Sampler):
         self.version = version
 
     async def state(self, each=False):
-        own = {"version": self.version, "checksum": None, "dtype": "float32", "completions": self.completions}
+        own = {
+            "version": self.version,
+            "checksum": None,
+            "dtype": "float32",
+            "completions": self.completions,
+        }
         return own | {"device": "transformers on CPU"}
 
     async def pause(self, mode):
@@ -131,7 +151,9 @@ def key(request):
 
 
 async def main(directory, port):
-    app = build_app(Served(TransformersSampler(directory), Tokenizer(Path(directory)), directory, [Path("/")]))
+    app = build_app(
+        Served(TransformersSampler(directory), Tokenizer(Path(directory)), directory, [Path("/")])
+    )
     sock = bind_socket("127.0.0.1", port)
     sock.listen(2048)
     print(f"Serving {directory} at http://127.0.0.1:{sock.getsockname()[1]}/v1", flush=True)

@@ -15,5 +15,6 @@ def load_environment():
         return [sum(other < one for other in lengths) / max(1, len(lengths) - 1) for one in lengths]
 
     return vf.SingleTurnEnv(
-        dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[letters, place], weights=[0.0, 1.0])
+        dataset=Dataset.from_list(rows),
+        rubric=vf.Rubric(funcs=[letters, place], weights=[0.0, 1.0]),
     )

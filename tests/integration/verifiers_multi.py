@@ -23,4 +23,6 @@ def load_environment():
         c = completion[0]["content"] if isinstance(completion[0], dict) else completion[0].content
         return min(len(c or ""), 10) / 10
 
-    return Talk(dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[count, letters]), max_turns=3)
+    return Talk(
+        dataset=Dataset.from_list(rows), rubric=vf.Rubric(funcs=[count, letters]), max_turns=3
+    )

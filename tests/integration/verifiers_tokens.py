@@ -16,7 +16,9 @@ warnings = []
 handler = logging.Handler()
 handler.emit = lambda record: warnings.append(record.getMessage())
 logging.getLogger("verifiers").addHandler(handler)
-config = ClientConfig(client_type="openai_chat_completions_token", api_base_url=url, api_key_var="SOME_KEY")
+config = ClientConfig(
+    client_type="openai_chat_completions_token", api_base_url=url, api_key_var="SOME_KEY"
+)
 environment = load_environment()
 rows = [dict(row) for row in environment.get_dataset()][:6]
 
@@ -25,7 +27,10 @@ async def one(row):
     sampling = {"max_tokens": 64, "temperature": 1.0}
     done = await environment.run_rollout(row, config, model, sampling, state_columns=["trajectory"])
     tokens = [step["tokens"] for step in done["trajectory"]]
-    return [{key: turn[key] for key in ("prompt_ids", "completion_ids", "is_truncated")} for turn in tokens]
+    return [
+        {key: turn[key] for key in ("prompt_ids", "completion_ids", "is_truncated")}
+        for turn in tokens
+    ]
 
 
 async def all_of_them():

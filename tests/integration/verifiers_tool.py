@@ -20,4 +20,6 @@ def load_environment():
         text = last["content"] if isinstance(last, dict) else last.content
         return float(answer in (text or ""))
 
-    return vf.ToolEnv(dataset=Dataset.from_list(rows), tools=[add], rubric=vf.Rubric(funcs=[right]), max_turns=4)
+    return vf.ToolEnv(
+        dataset=Dataset.from_list(rows), tools=[add], rubric=vf.Rubric(funcs=[right]), max_turns=4
+    )

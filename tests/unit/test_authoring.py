@@ -24,11 +24,19 @@ def place(tmp_path, monkeypatch):
 def test_a_new_environment_passes_its_own_test_and_check(place, capsys):
     assert main(["init", "my-letters"]) == 0
     folder = place / "environments" / "my_letters"
-    assert {p.name for p in folder.iterdir()} == {"README.md", "my_letters.py", "pyproject.toml", "test_my_letters.py"}
+    assert {p.name for p in folder.iterdir()} == {
+        "README.md",
+        "my_letters.py",
+        "pyproject.toml",
+        "test_my_letters.py",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder], capture_output=True, text=True,
-        cwd=place, env=os.environ | {"PYTHONPATH": str(folder)},
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", folder],
+        capture_output=True,
+        text=True,
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+    )
     assert done.returncode == 0, done.stdout
     assert main(["check", "my-letters"]) == 0
     said = capsys.readouterr().out
@@ -59,7 +67,15 @@ def load_environment(kind="slow"):
 @pytest.mark.parametrize(
     ("kind", "code", "words"),
     [
-        ("slow", 1, ["all else waits meanwhile", "19 examples to train on repeat", "5 of 5 held-out examples"]),
+        (
+            "slow",
+            1,
+            [
+                "all else waits meanwhile",
+                "19 examples to train on repeat",
+                "5 of 5 held-out examples",
+            ],
+        ),
         ("random", None, ["rewards differ the second time", "advantages, and so steps, grow"]),
         ("generous", 1, ["an empty answer has reward 1.000, no less than its own answers"]),
     ],
@@ -87,23 +103,37 @@ def test_data_and_a_tiny_model_of_an_environment(place, capsys):
 
 def test_phrases_are_what_conversations_have_in_common():
     words = ("kitten", "apples", "mother", "father", "brother", "winter", "summer")
-    texts = [[f"Please reverse the word: {word}", f"<answer>{word[::-1]}</answer>"] for word in words]
+    texts = [
+        [f"Please reverse the word: {word}", f"<answer>{word[::-1]}</answer>"] for word in words
+    ]
     texts[3:6] = [[*talk, f"Now say it aloud: {i}"] for i, talk in enumerate(texts[3:6])]
-    assert common_phrases(texts) == ["Please reverse the word: ", "Now say it aloud: ", "</answer>", "<answer>"]
+    assert common_phrases(texts) == [
+        "Please reverse the word: ",
+        "Now say it aloud: ",
+        "</answer>",
+        "<answer>",
+    ]
 
 
 def test_a_tiny_model_is_read_back(tmp_path):
     write_model(tmp_path, [["a"]] * 3, has_tools=True)
     tokenizer = Tokenizer(tmp_path)
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    text = tokenizer.decode(tokenizer.prompt_ids(Prompt(messages, tools)), skip_special_tokens=False)
+    text = tokenizer.decode(
+        tokenizer.prompt_ids(Prompt(messages, tools)), skip_special_tokens=False
+    )
     assert '<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><|end|>' in text
 
 
 @pytest.mark.parametrize("what", ["/nowhere/my_env", "./my_env", "my env", "there"])
 def test_a_path_without_a_package_is_not_looked_for_in_the_index(what, place):
     (place / "there").mkdir()
-    with pytest.raises(ValueError, match="no folder with a pyproject.toml, and no name of a package"):
+    with pytest.raises(
+        ValueError, match="no folder with a pyproject.toml, and no name of a package"
+    ):
         main(["install", what])

@@ -16,7 +16,14 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.run import progress_before
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, _read_metric, forget_after, restore_checkpoint, resume_from, to_keep
+from hone.trainer.checkpoint import (
+    Checkpoints,
+    _read_metric,
+    forget_after,
+    restore_checkpoint,
+    resume_from,
+    to_keep,
+)
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.train import hand_on
@@ -57,7 +64,9 @@ def save(run, optimizer, step, policy, loss):
 
 def restored(run, resume=True, config=None):
     model = made()
-    return restore_checkpoint(resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)), model
+    return restore_checkpoint(
+        resume_from(run, resume), Optimizer(model, OptimConfig()), config or config_of(0)
+    ), model
 
 
 def test_a_state_in_the_machines_memory_is_written_before_training_goes_on(tmp_path, monkeypatch):
@@ -107,9 +116,13 @@ def test_what_resume_may_be(run, tmp_path):
         restored(empty)
     empty.path.mkdir()
     empty.weights_for(4).mkdir(parents=True)
-    with pytest.raises(ValueError, match="--resume auto: .* has weights of a run, and no checkpoint to go on from"):
+    with pytest.raises(
+        ValueError, match="--resume auto: .* has weights of a run, and no checkpoint to go on from"
+    ):
         restored(empty, "auto")
-    with pytest.raises(ValueError, match="--resume atuo: no checkpoint there; it is auto, never, or"):
+    with pytest.raises(
+        ValueError, match="--resume atuo: no checkpoint there; it is auto, never, or"
+    ):
         restored(run, "atuo")
     with pytest.raises(ValueError, match="seed differs from the run .*: it had 0, found 1"):
         restored(run, True, config_of(1, output_dir="elsewhere"))
@@ -138,7 +151,12 @@ def test_which_are_kept(run):
     assert to_keep(values, CkptConfig(interval=1, keep=1, keep_best="val/loss")) == {20, 50}
     assert to_keep(values, CkptConfig(interval=1, keep=1, keep_best="reward/mean")) == {10, 50}
     later = {10: 0.2, 20: 0.1, 30: None, 40: None, 50: None, 60: None}  # evaluated beside training
-    assert to_keep(later, CkptConfig(interval=1, keep=1, keep_best="eval/x/reward")) == {10, 40, 50, 60}
+    assert to_keep(later, CkptConfig(interval=1, keep=1, keep_best="eval/x/reward")) == {
+        10,
+        40,
+        50,
+        60,
+    }
     model = made()
     policy = CkptConfig(interval=1, keep=1, keep_best="val/loss")
     save(run, Optimizer(model, OptimConfig()), 4, policy, 0.9)
@@ -149,7 +167,15 @@ def samples(bad=None):
     found = []
     for i in range(6):
         logprobs = [0.0, 0.0, -3.0 - 0.1 * i, -2.0]
-        found.append(Sample([1, 2, 3 + i, 4], [False, False, True, True], logprobs, math.nan if i == bad else 1.0, 1.0))
+        found.append(
+            Sample(
+                [1, 2, 3 + i, 4],
+                [False, False, True, True],
+                logprobs,
+                math.nan if i == bad else 1.0,
+                1.0,
+            )
+        )
     return found
 
 
@@ -165,7 +191,12 @@ def test_a_bad_step_is_skipped_or_ends_the_run_and_names_its_samples(bad, tmp_pa
     worst = json.loads((tmp_path / "step_7.jsonl").read_text().splitlines()[0])
     if bad == "a number":
         assert worst["index"] == 4 and worst["grad_norm"] == "nan" and worst["ids"] == [1, 2, 7, 4]
-        assert worst["mask"] == [False, False, True, True] and worst["logprobs"] == [0.0, 0.0, -3.4, -2.0]
+        assert worst["mask"] == [False, False, True, True] and worst["logprobs"] == [
+            0.0,
+            0.0,
+            -3.4,
+            -2.0,
+        ]
     config.optim.skip_norm = None
     assert trainer.step(Batch(8, samples()))["optim/skipped"] == 0.0  # and it goes on
     assert all(p.isfinite().all() for p in trainer.model.parameters())
@@ -178,7 +209,9 @@ def test_the_value_of_a_checkpoint_may_stand_in_the_rows_of_the_run(tmp_path):
     found = {step: tmp_path / f"step_{step}" for step in (1, 2, 3)}
     for step, directory in found.items():
         directory.mkdir()
-        (directory / "checkpoint.json").write_text(json.dumps({"metrics": {"loss/mean": step / 10}}))
+        (directory / "checkpoint.json").write_text(
+            json.dumps({"metrics": {"loss/mean": step / 10}})
+        )
     rows = tmp_path / "metrics.jsonl"
     rows.write_text(
         '{"step": 1, "reward": 5}\n{"step": 1, "eval/x": 0.5}\n{"step": 2, "eval/x": 0.75}\n{"step": 3, "ev'

@@ -38,8 +38,14 @@ def rl_toml(tmp_path):
 
 
 def test_command_line_wins_over_file_wins_over_defaults(rl_toml):
-    config = load_config(RLConfig, ["@", rl_toml, "--model.name", "typed", "--trainer.optim.lr=3e-6"])
-    assert (config.model.name, config.max_steps, config.orchestrator.batch_size) == ("typed", 20, 128)
+    config = load_config(
+        RLConfig, ["@", rl_toml, "--model.name", "typed", "--trainer.optim.lr=3e-6"]
+    )
+    assert (config.model.name, config.max_steps, config.orchestrator.batch_size) == (
+        "typed",
+        20,
+        128,
+    )
     assert config.trainer.optim.lr == 3e-6
     assert config.orchestrator.prompts_per_step == 16
 
@@ -48,17 +54,40 @@ def test_a_later_file_wins_and_a_file_can_be_given_for_a_component(rl_toml, tmp_
     (tmp_path / "more.toml").write_text("max-steps = 7")
     (tmp_path / "trainer.toml").write_text("[optim]\nlr = 0.5")
     config = load_config(
-        RLConfig, ["@", rl_toml, "@", str(tmp_path / "more.toml"), "--trainer", "@", str(tmp_path / "trainer.toml")]
+        RLConfig,
+        [
+            "@",
+            rl_toml,
+            "@",
+            str(tmp_path / "more.toml"),
+            "--trainer",
+            "@",
+            str(tmp_path / "trainer.toml"),
+        ],
     )
-    assert config.max_steps == 7 and config.trainer.optim.lr == 0.5 and config.model.name == "from-file"
+    assert (
+        config.max_steps == 7
+        and config.trainer.optim.lr == 0.5
+        and config.model.name == "from-file"
+    )
 
 
 def test_booleans_lists_and_none(rl_toml):
     config = load_config(
         RLConfig,
-        ["@", rl_toml, "--clean", "--orchestrator.no-drop-zero-signal",
-         "--trainer.optim.betas", "[0.8, 0.9]", "--wandb.project", "p", "--wandb.name", "None"],
-    )  # fmt: skip
+        [
+            "@",
+            rl_toml,
+            "--clean",
+            "--orchestrator.no-drop-zero-signal",
+            "--trainer.optim.betas",
+            "[0.8, 0.9]",
+            "--wandb.project",
+            "p",
+            "--wandb.name",
+            "None",
+        ],
+    )
     assert config.clean and not config.orchestrator.drop_zero_signal
     assert config.trainer.optim.betas == (0.8, 0.9)
     assert config.wandb.project == "p" and config.wandb.name is None
@@ -70,15 +99,30 @@ def test_booleans_lists_and_none(rl_toml):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model.nam", "x"], ["model.nam: unknown key", "the command line", "did you mean model.name?"]),
+        (
+            ["--model.nam", "x"],
+            ["model.nam: unknown key", "the command line", "did you mean model.name?"],
+        ),
         (["--lr", "1"], ["lr: unknown key", "there is trainer.optim.lr"]),
         (["--max-steps", "many"], ["max-steps", "valid integer", "'many'", "the command line"]),
-        (["--orchestrator.batch-size", "100"], ["batch-size 100 is not a multiple of rollouts-per-example 8"]),
-        (["--orchestrator.rollouts-per-example", "1"], ["rollouts-per-example", "greater than or equal to 2", "'1'"]),
+        (
+            ["--orchestrator.batch-size", "100"],
+            ["batch-size 100 is not a multiple of rollouts-per-example 8"],
+        ),
+        (
+            ["--orchestrator.rollouts-per-example", "1"],
+            ["rollouts-per-example", "greater than or equal to 2", "'1'"],
+        ),
         (["@", "missing.toml"], ["missing.toml: no such file"]),
         (["stray"], ["'stray' is not understood"]),
-        (["--weight-broadcast.type", "nccx"], ["weight-broadcast.type: 'nccx' is none of filesystem, nccl", "nccl?"]),
-        (["--weight-broadcast.host", "::1"], ["weight-broadcast.host: unknown key", "it is one of type nccl"]),
+        (
+            ["--weight-broadcast.type", "nccx"],
+            ["weight-broadcast.type: 'nccx' is none of filesystem, nccl", "nccl?"],
+        ),
+        (
+            ["--weight-broadcast.host", "::1"],
+            ["weight-broadcast.host: unknown key", "it is one of type nccl"],
+        ),
         (["--trainer.optim.lr", "-1"], ["trainer.optim.lr", "greater than or equal to 0"]),
     ],
 )
@@ -93,7 +137,9 @@ def test_mistakes_are_named(rl_toml, argv, words):
 def test_a_bad_key_in_a_file_names_the_file_and_a_bad_file_its_line(tmp_path, rl_toml):
     bad = tmp_path / "bad.toml"
     bad.write_text("[trainer.optim]\nlearning_rate = 1")
-    with pytest.raises(ConfigError, match=r"trainer.optim.learning-rate: unknown key \(in .*bad.toml\)"):
+    with pytest.raises(
+        ConfigError, match=r"trainer.optim.learning-rate: unknown key \(in .*bad.toml\)"
+    ):
         load_config(RLConfig, ["@", rl_toml, "@", str(bad)])
     bad.write_text("a = [1")
     with pytest.raises(ConfigError, match="bad.toml is not valid TOML"):
@@ -103,12 +149,22 @@ def test_a_bad_key_in_a_file_names_the_file_and_a_bad_file_its_line(tmp_path, rl
 def test_missing_required_keys_are_asked_for():
     with pytest.raises(ConfigError) as error:
         load_config(SFTConfig, [])
-    assert "model.name must be given" in str(error.value) and "data.name must be given" in str(error.value)
+    assert "model.name must be given" in str(error.value) and "data.name must be given" in str(
+        error.value
+    )
 
 
 def test_a_resolved_configuration_reads_back_as_itself(rl_toml, tmp_path):
     config = load_config(
-        RLConfig, ["@", rl_toml, "--wandb.project", "p", "--orchestrator.env", '{"id": "x", "args": {"a": [1]}}']
+        RLConfig,
+        [
+            "@",
+            rl_toml,
+            "--wandb.project",
+            "p",
+            "--orchestrator.env",
+            '{"id": "x", "args": {"a": [1]}}',
+        ],
     )
     (tmp_path / "resolved.toml").write_text(to_toml(config))
     assert load_config(RLConfig, ["@", str(tmp_path / "resolved.toml")]) == config
@@ -135,7 +191,10 @@ def test_defaults_are_those_of_the_command():
         rows = (row.strip("| ").split(" | ") for row in reference_table(cls).splitlines()[2:])
         return {key.strip("`*"): default for key, _, default, *_ in rows}
 
-    assert defaults(SFTConfig)["optim.lr"] == "1e-05" and defaults(RLConfig)["trainer.optim.lr"] == "1e-06"
+    assert (
+        defaults(SFTConfig)["optim.lr"] == "1e-05"
+        and defaults(RLConfig)["trainer.optim.lr"] == "1e-06"
+    )
     assert defaults(TrainerRunConfig)["model.name"] == "Qwen/Qwen3-0.6B"
     assert {"loss_of.NAME.type", "ckpt"} <= defaults(TrainerRunConfig).keys()
 
@@ -148,7 +207,9 @@ def test_help_is_quick_and_imports_no_torch(command):
         "sys.exit(code or ('torch' in sys.modules))"
     )
     before = read_children_seconds()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert done.returncode == 0 and "--model.name" in done.stdout
     assert read_children_seconds() - before < HELP_PROCESSOR_SECONDS
 
@@ -165,15 +226,22 @@ def test_the_reference_page_is_current():
 def test_components_files_say_what_they_share_once_for_all(tmp_path):
     trainer, orchestrator = tmp_path / "train.toml", tmp_path / "orch.toml"
     trainer.write_text('max_steps = 5\nclean = true\n[model]\nname = "m"\n[optim]\nlr = 1e-3\n')
-    orchestrator.write_text('max_steps = 5\nseq_len = 64\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n')
+    orchestrator.write_text(
+        'max_steps = 5\nseq_len = 64\n[model]\nname = "m"\n[[env]]\nid = "reverse-text"\n'
+    )
     argv = ["--trainer", "@", str(trainer), "--orchestrator", "@", str(orchestrator)]
     config = load_config(RLConfig, argv)
     assert (config.model.name, config.max_steps, config.seq_len, config.clean) == ("m", 5, 64, True)
-    assert (config.deployment, config.inference, config.trainer.optim.lr) == ("processes", None, 1e-3)
+    assert (config.deployment, config.inference, config.trainer.optim.lr) == (
+        "processes",
+        None,
+        1e-3,
+    )
     assert load_config(RLConfig, [*argv, "--max-steps", "7", "--model.name", "n"]).max_steps == 7
     orchestrator.write_text('max_steps = 6\n[[env]]\nid = "reverse-text"\n')
     with pytest.raises(
-        ConfigError, match=r"max_steps: 5 in .*train.toml, 6 in .*orch.toml; .* give it once, --max-steps"
+        ConfigError,
+        match=r"max_steps: 5 in .*train.toml, 6 in .*orch.toml; .* give it once, --max-steps",
     ):
         load_config(RLConfig, argv)
     assert load_config(RLConfig, [*argv, "--max-steps", "7"]).max_steps == 7
@@ -181,20 +249,31 @@ def test_components_files_say_what_they_share_once_for_all(tmp_path):
 
 def test_a_server_that_runs_is_used_where_its_address_is_given(rl_toml):
     assert load_config(RLConfig, ["@", rl_toml]).deployment == "auto"
-    config = load_config(RLConfig, ["@", rl_toml, "--orchestrator.client.base-url", "http://there:8000/v1"])
+    config = load_config(
+        RLConfig, ["@", rl_toml, "--orchestrator.client.base-url", "http://there:8000/v1"]
+    )
     assert (config.deployment, config.inference) == ("processes", None)
     assert config.orchestrator.client.base_url == ["http://there:8000/v1"]
 
 
 def test_secrets_are_not_written_down(rl_toml):
     config = load_config(RLConfig, ["@", rl_toml, "--inference.api-key", "hush"])
-    assert config.inference.api_key == "hush" and "hush" not in to_toml(config) + str(config.to_public_dict())
+    assert config.inference.api_key == "hush" and "hush" not in to_toml(config) + str(
+        config.to_public_dict()
+    )
 
 
-@pytest.mark.parametrize("command, file", [
-    ("trainer", "rl/train.toml"), ("orchestrator", "rl/orch.toml"), ("inference", "rl/infer.toml"),
-    ("sft", "sft/train.toml"), ("sft", "sft.toml"), ("rl", "rl.toml"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "command, file",
+    [
+        ("trainer", "rl/train.toml"),
+        ("orchestrator", "rl/orch.toml"),
+        ("inference", "rl/infer.toml"),
+        ("sft", "sft/train.toml"),
+        ("sft", "sft.toml"),
+        ("rl", "rl.toml"),
+    ],
+)
 @pytest.mark.parametrize("example", ["reverse_text", "reverse_text_tiny"])
 def test_the_examples_are_valid(command, file, example):
     assert_valid(command, Path(__file__).parents[2] / "examples" / example / file)
@@ -202,7 +281,9 @@ def test_the_examples_are_valid(command, file, example):
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
 def test_the_example_without_a_hub_is_valid(command):
-    assert_valid(command, Path(__file__).parents[2] / "examples" / "reverse_text_0.6b" / f"{command}.toml")
+    assert_valid(
+        command, Path(__file__).parents[2] / "examples" / "reverse_text_0.6b" / f"{command}.toml"
+    )
 
 
 def assert_valid(command, path):
@@ -211,12 +292,27 @@ def assert_valid(command, path):
 
 def test_arguments_of_an_environment_have_the_types_that_they_look_like():
     words = "--orchestrator.env.id e --model.name m --orchestrator.env.args".split()
-    given = {"max-chars": "8", "share": "0.5", "strict": "true", "texts": "generated", "code": "007", "quoted": '"8"'}
-    argv = [*words[:4], *(word for key, value in given.items() for word in (f"{words[4]}.{key}", value))]
+    given = {
+        "max-chars": "8",
+        "share": "0.5",
+        "strict": "true",
+        "texts": "generated",
+        "code": "007",
+        "quoted": '"8"',
+    }
+    argv = [
+        *words[:4],
+        *(word for key, value in given.items() for word in (f"{words[4]}.{key}", value)),
+    ]
     config = load_config(RLConfig, argv)
     assert config.orchestrator.env[0].args == {
-        "max_chars": 8, "share": 0.5, "strict": True, "texts": "generated", "code": "007", "quoted": "8",
-    }  # fmt: skip
+        "max_chars": 8,
+        "share": 0.5,
+        "strict": True,
+        "texts": "generated",
+        "code": "007",
+        "quoted": "8",
+    }
     assert type(config.model.name) in (str, Typed) and config.model.name == "m"
 
 
@@ -227,30 +323,47 @@ def test_names_of_the_users_own_stay_as_they_are_written(tmp_path):
         'args = {min-chars = 3, mix = {"gsm-8k" = 0.5}}\n'
         '[[orchestrator.env]]\nid = "my-task"\n[trainer.loss-of.my-task]\ntype = "ppo"\nclip-high = 0.3\n'
     )
-    config = load_config(RLConfig, ["@", str(tmp_path / "rl.toml"), "--trainer.loss-of.my-task.clip-low", "0.1"])
+    config = load_config(
+        RLConfig, ["@", str(tmp_path / "rl.toml"), "--trainer.loss-of.my-task.clip-low", "0.1"]
+    )
     assert set(config.trainer.loss_of) == {"reverse-text", "my-task"}
-    assert (config.trainer.loss_of["my-task"].clip_high, config.trainer.loss_of["my-task"].clip_low) == (0.3, 0.1)
+    assert (
+        config.trainer.loss_of["my-task"].clip_high,
+        config.trainer.loss_of["my-task"].clip_low,
+    ) == (0.3, 0.1)
     assert config.orchestrator.env[0].args == {"min_chars": 3, "mix": {"gsm-8k": 0.5}}
     trainer = component_configs(config, has_key=False)["trainer"]
     (tmp_path / "trainer.toml").write_text(to_toml(trainer))
     read = load_config(TrainerRunConfig, ["@", str(tmp_path / "trainer.toml")])
-    assert read.loss_of == config.trainer.loss_of and read.loss_of["reverse-text"].ratio_type == "sequence"
-    assert load_config(InferenceConfig, ["--model.name", "m", "--adapters.my-lora", "x"]).adapters == {
-        "my-lora": Path("x")
-    }
+    assert (
+        read.loss_of == config.trainer.loss_of
+        and read.loss_of["reverse-text"].ratio_type == "sequence"
+    )
+    assert load_config(
+        InferenceConfig, ["--model.name", "m", "--adapters.my-lora", "x"]
+    ).adapters == {"my-lora": Path("x")}
 
 
 def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
     (tmp_path / "o.toml").write_text('algorithm = "dapo"\nenv = {id = "reverse-text"}\n')
     (tmp_path / "t.toml").write_text("max_steps = 3\n")
     name, files = ["--model.name", "m"], [f"{tmp_path}/o.toml", f"{tmp_path}/t.toml"]
-    config = load_config(RLConfig, ["--orchestrator", "@", files[0], "--trainer", "@", files[1], *name])
-    other = load_config(RLConfig, ["--orchestrator.env.id", "reverse-text", "--algorithm", "dapo", *name])
+    config = load_config(
+        RLConfig, ["--orchestrator", "@", files[0], "--trainer", "@", files[1], *name]
+    )
+    other = load_config(
+        RLConfig, ["--orchestrator.env.id", "reverse-text", "--algorithm", "dapo", *name]
+    )
     assert config.algorithm == "dapo" and config.trainer.loss.type == "ppo"
-    assert (config.trainer.loss, config.orchestrator.advantage) == (other.trainer.loss, other.orchestrator.advantage)
+    assert (config.trainer.loss, config.orchestrator.advantage) == (
+        other.trainer.loss,
+        other.orchestrator.advantage,
+    )
     alone = load_config(OrchestratorRunConfig, ["@", files[0], *name])
     assert (alone.advantage, alone.refill) == (other.orchestrator.advantage, True)
-    trainer = load_config(TrainerRunConfig, ["--algorithm", "dapo", "--loss.clip-low", "0.1", *name])
+    trainer = load_config(
+        TrainerRunConfig, ["--algorithm", "dapo", "--loss.clip-low", "0.1", *name]
+    )
     assert trainer.loss == other.trainer.loss.model_copy(update={"clip_low": 0.1})
 
 
@@ -270,23 +383,41 @@ ENVS = [{"id": "a", "args": {"n": [1, {"x": 2}]}}, {"id": "b", "algorithm": "gsp
     "config",
     [
         SFTConfig(
-            model={"name": "m"}, data={"name": ["a", "b"], "weights": [1, 2]}, val={"name": "v"}, wandb={}, ckpt={},
-            lora={}, eval={"env": ENVS[:1]},
+            model={"name": "m"},
+            data={"name": ["a", "b"], "weights": [1, 2]},
+            val={"name": "v"},
+            wandb={},
+            ckpt={},
+            lora={},
+            eval={"env": ENVS[:1]},
         ),
         RLConfig(
-            model={"name": "m"}, orchestrator={"env": ENVS, "eval": {"env": ENVS[:1]}, "teacher": {"model": "t"}},
-            trainer={"loss_of": {"b": {"type": "ppo"}}, "lora": {}}, wandb={}, ckpt={},
+            model={"name": "m"},
+            orchestrator={"env": ENVS, "eval": {"env": ENVS[:1]}, "teacher": {"model": "t"}},
+            trainer={"loss_of": {"b": {"type": "ppo"}}, "lora": {}},
+            wandb={},
+            ckpt={},
         ),
         TrainerRunConfig(model={"name": "m"}, lora={}, bench={}),
     ],
     ids=lambda config: type(config).__name__,
-)  # fmt: skip
+)
 def test_a_run_that_goes_on_refuses_every_change_of_what_is_learnt(config):
     """Each leaf of a configuration is free to change, or a change of it is found by its name."""
 
     def places(value, at=()):
-        inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        yield from ([at] if not inner else [place for key, one in inner for place in places(one, (*at, key))])
+        inner = (
+            value.items()
+            if isinstance(value, dict)
+            else enumerate(value)
+            if isinstance(value, list)
+            else ()
+        )
+        yield from (
+            [at]
+            if not inner
+            else [place for key, one in inner for place in places(one, (*at, key))]
+        )
 
     written, seen = json.dumps(config.to_public_dict()), set()
     assert list(find_differences(json.loads(written), config)) == []
@@ -309,7 +440,9 @@ def test_a_run_that_goes_on_has_the_same_environments():
 
     before = run({"id": "a"}, {"id": "b", "workers": 2}).to_public_dict()
     assert list(find_differences(before, run({"id": "a", "workers": 1}, {"id": "b"}))) == []
-    assert [key for key, _, _ in find_differences(before, run({"id": "a"}, {"id": "c"}))] == ["orchestrator.env.1.id"]
+    assert [key for key, _, _ in find_differences(before, run({"id": "a"}, {"id": "c"}))] == [
+        "orchestrator.env.1.id"
+    ]
     assert [key for key, _, _ in find_differences(before, run({"id": "a"}))] == ["orchestrator.env"]
     assert list(find_differences({**before, "gone": 1}, run({"id": "a"}, {"id": "b"}))) == []
 
@@ -330,12 +463,16 @@ def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_na
     one, two = load_config(RLConfig, words).orchestrator.env
     assert (one.id, one.max_tokens, one.args) == ("reverse-text", 7, {"max_chars": 9, "seed": 1})
     assert (two.known_as, two.max_tokens, two.args) == ("long-ones", 7, {"max_chars": 9})
-    one, two = load_config(RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]).orchestrator.env
+    one, two = load_config(
+        RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]
+    ).orchestrator.env
     assert (one.max_tokens, two.max_tokens, two.known_as) == (7, 30, "long-ones")
     assert merge_tables({"env": []}, {"env": {"id": "a"}}) == {
         "env": {"id": "a"}
     }  # nothing to change: it stands there now
-    (only,) = load_config(RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']).orchestrator.env
+    (only,) = load_config(
+        RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']
+    ).orchestrator.env
     assert (only.id, only.max_tokens, only.args) == ("other", None, {})
 
 
@@ -353,26 +490,39 @@ def test_an_environment_named_like_a_key_leaves_the_key_to_be_set(tmp_path):
 
 
 def test_the_address_of_a_server_may_stand_beside_its_section():
-    found = InferenceConfig.model_validate({"model": {"name": "m"}, "host": "127.0.0.1", "port": 8001})
+    found = InferenceConfig.model_validate(
+        {"model": {"name": "m"}, "host": "127.0.0.1", "port": 8001}
+    )
     assert (found.server.host, found.server.port) == ("127.0.0.1", 8001)
-    same = InferenceConfig.model_validate({"model": {"name": "m"}, "port": 8001, "server": {"port": 8001}})
+    same = InferenceConfig.model_validate(
+        {"model": {"name": "m"}, "port": 8001, "server": {"port": 8001}}
+    )
     assert same.server.port == 8001
     with pytest.raises(ValueError, match=r"port and server\.port are both given, and differ"):
-        InferenceConfig.model_validate({"model": {"name": "m"}, "port": 8001, "server": {"port": 8002}})
+        InferenceConfig.model_validate(
+            {"model": {"name": "m"}, "port": 8001, "server": {"port": 8002}}
+        )
 
 
 @pytest.mark.parametrize(
     ("words", "place"),
     [
         (["--trainer.args.batch-size", "100"], r"\(in the command line and .*a.toml\)"),
-        (["--trainer.args.batch-size", "100", "--trainer.args.rollouts-per-example", "8"], r"\(in the command line\)"),
+        (
+            ["--trainer.args.batch-size", "100", "--trainer.args.rollouts-per-example", "8"],
+            r"\(in the command line\)",
+        ),
         (["--log-level", "debug"], r"\(in .*a.toml\)"),
     ],
 )
-def test_a_mistake_that_several_keys_make_is_said_to_be_where_they_were_given(tmp_path, words, place):
+def test_a_mistake_that_several_keys_make_is_said_to_be_where_they_were_given(
+    tmp_path, words, place
+):
     from hone.config.vf_rl_config import VfRLConfig
 
-    text = 'model = "m"\n[env]\nid = "e"\n[trainer.args]\nbatch_size = 50\nrollouts_per_example = 16\n'
+    text = (
+        'model = "m"\n[env]\nid = "e"\n[trainer.args]\nbatch_size = 50\nrollouts_per_example = 16\n'
+    )
     (tmp_path / "a.toml").write_text(text)
     with pytest.raises(ConfigError, match=rf"is not a multiple of rollouts_per_example .*{place}$"):
         load_config(VfRLConfig, ["@", str(tmp_path / "a.toml"), *words])
@@ -381,7 +531,10 @@ def test_a_mistake_that_several_keys_make_is_said_to_be_where_they_were_given(tm
 def test_a_file_that_is_not_there_is_compared_with_those_that_are(tmp_path):
     for name in ("wordle.toml", "rl.toml"):
         (tmp_path / name).write_text("")
-    for name, hint in (("worlde.toml", "did you mean .*wordle.toml"), ("nope.toml", "there are .*rl.toml, .*wordle")):
+    for name, hint in (
+        ("worlde.toml", "did you mean .*wordle.toml"),
+        ("nope.toml", "there are .*rl.toml, .*wordle"),
+    ):
         with pytest.raises(ConfigError, match=f"{name}: no such file; {hint}"):
             load_config(RLConfig, ["@", str(tmp_path / name)])
 
@@ -391,9 +544,14 @@ def test_a_home_directory_in_a_file_is_the_user_s(tmp_path, monkeypatch):
     (tmp_path / "a.toml").write_text(
         'output_dir = "~/runs"\n[model]\nname = "~/m"\n[data]\nname = ["~/a.jsonl", "b"]\n'
     )
-    config = load_config(SFTConfig, ["@", str(tmp_path / "a.toml"), "--resume", "~/runs/checkpoints/step_1"])
+    config = load_config(
+        SFTConfig, ["@", str(tmp_path / "a.toml"), "--resume", "~/runs/checkpoints/step_1"]
+    )
     assert config.output_dir == tmp_path / "runs" and config.model.name == f"{tmp_path}/m"
-    assert config.data.name == [f"{tmp_path}/a.jsonl", "b"] and config.resume == f"{tmp_path}/runs/checkpoints/step_1"
+    assert (
+        config.data.name == [f"{tmp_path}/a.jsonl", "b"]
+        and config.resume == f"{tmp_path}/runs/checkpoints/step_1"
+    )
 
 
 def test_a_user_without_a_home_directory_is_given_one(tmp_path, monkeypatch):

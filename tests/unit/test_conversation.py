@@ -13,7 +13,9 @@ class Model:
     async def chat(self, prompt, sampling):
         self.asked.append((sampling.seed, prompt.before, prompt.covered))
         n = len(self.asked)
-        return Turn([*(prompt.before or []), 100 + n], Completion([n], [-0.5], [0], "stop"), f"reply {n}")
+        return Turn(
+            [*(prompt.before or []), 100 + n], Completion([n], [-0.5], [0], "stop"), f"reply {n}"
+        )
 
 
 def test_turns_go_on_from_the_longest_that_they_repeat():
@@ -27,7 +29,11 @@ def test_turns_go_on_from_the_longest_that_they_repeat():
         second = await talk.chat(messages, Sampling(seed=7))
         branch = [*messages[:2], {"role": "user", "content": "other"}]
         await talk.chat(branch, Sampling(seed=7))  # from the first again
-        on = [*messages, {"role": "assistant", "content": second.text}, {"role": "tool", "content": "5"}]
+        on = [
+            *messages,
+            {"role": "assistant", "content": second.text},
+            {"role": "tool", "content": "5"},
+        ]
         await talk.chat(on, Sampling(seed=7))
         changed = [messages[0], {"role": "assistant", "content": "not what it said"}, messages[2]]
         await talk.chat(changed, Sampling(seed=7))

@@ -26,18 +26,43 @@ RL = 'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "reverse-te
 
 def rollout(step, i, **more):
     said = [{"role": "assistant", "content": f"said {i} at {step}"}]
-    turns = [{"prompt_ids": [1, 2], "ids": [3] * (i + 1), "logprobs": [-0.5] * (i + 1), "version": step - 1}]
+    turns = [
+        {
+            "prompt_ids": [1, 2],
+            "ids": [3] * (i + 1),
+            "logprobs": [-0.5] * (i + 1),
+            "version": step - 1,
+        }
+    ]
     asked = [{"role": "user", "content": "ask"}]
-    row = {"env": "e", "example_id": i, "prompt": asked, "completion": said, "answer": "",
-           "reward": i / 10, "metrics": {}, "stop": "done", "error": None, "is_truncated": False, "seconds": 0.1,
-           "turns": turns, "group": step, "member": i, "advantage": 0.0, "is_used": True, "unused": ""}  # fmt: skip
+    row = {
+        "env": "e",
+        "example_id": i,
+        "prompt": asked,
+        "completion": said,
+        "answer": "",
+        "reward": i / 10,
+        "metrics": {},
+        "stop": "done",
+        "error": None,
+        "is_truncated": False,
+        "seconds": 0.1,
+        "turns": turns,
+        "group": step,
+        "member": i,
+        "advantage": 0.0,
+        "is_used": True,
+        "unused": "",
+    }
     return row | more
 
 
 def write_step(run, step, rows):
     place = run / "rollouts" / f"step_{step}"
     place.mkdir(parents=True, exist_ok=True)
-    (place / "rollouts.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    (place / "rollouts.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    )
 
 
 @pytest.fixture
@@ -62,7 +87,9 @@ def index_of(run):
 def last(index):
     """The newest value of every metric, with the newest step."""
     found = index.metric_series(index.metric_names())
-    return {name: values[-1] for name, (_, values) in found.items()} | {"step": max(s[-1] for s, _ in found.values())}
+    return {name: values[-1] for name, (_, values) in found.items()} | {
+        "step": max(s[-1] for s, _ in found.values())
+    }
 
 
 def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
@@ -70,10 +97,15 @@ def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
     assert index.update_index() and not index.update_index()
     assert last(index)["step"] == 3 and index.find_rollouts({}, "step", True, 50, 0)["total"] == 12
     with (run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')  # the last line is yet to be whole
+        file.write(
+            '{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew'
+        )  # the last line is yet to be whole
     write_step(run, 4, [rollout(4, 0)])
     assert index.update_index()
-    assert index.metric_series(["reward/mean"])["reward/mean"] == [[1, 2, 3, 4], [0.1, 0.2, 0.3, 0.4]]
+    assert index.metric_series(["reward/mean"])["reward/mean"] == [
+        [1, 2, 3, 4],
+        [0.1, 0.2, 0.3, 0.4],
+    ]
     with (run / "metrics.jsonl").open("a") as file:
         file.write('ard/mean": 0.5}\n')
     index.update_index()
@@ -104,18 +136,41 @@ def test_a_damaged_index_is_made_anew(run):
 
 
 def test_filters(run):
-    write_step(run, 4, [rollout(4, 0, env="f", unused="no_signal", answer="a 100% right_answer", error="late"),
-                        rollout(4, 1, is_truncated=True)])  # fmt: skip
+    write_step(
+        run,
+        4,
+        [
+            rollout(4, 0, env="f", unused="no_signal", answer="a 100% right_answer", error="late"),
+            rollout(4, 1, is_truncated=True),
+        ],
+    )
     index = index_of(run)
     index.update_index()
 
     def count(**wanted):
         return index.find_rollouts(wanted, "reward", False, 50, 0)["total"]
 
-    assert count(reward_from=0.25) == 3 and count(tokens_to=1) == 4 and count(env="f") == count(failed=True) == 1
-    assert count(truncated=True) == 1 and count(unused="no_signal") == 1 and count(step_from=2, step_to=3) == 8
-    assert count(text="2 at 3") == 1 and count(text="SAID") == 14 and count(text="at") == 14 and count(text="zz") == 0
-    assert count(text="100% right_answer") == 1 and count(text="100_ right") == 0 and count(text='"') == 0
+    assert (
+        count(reward_from=0.25) == 3
+        and count(tokens_to=1) == 4
+        and count(env="f") == count(failed=True) == 1
+    )
+    assert (
+        count(truncated=True) == 1
+        and count(unused="no_signal") == 1
+        and count(step_from=2, step_to=3) == 8
+    )
+    assert (
+        count(text="2 at 3") == 1
+        and count(text="SAID") == 14
+        and count(text="at") == 14
+        and count(text="zz") == 0
+    )
+    assert (
+        count(text="100% right_answer") == 1
+        and count(text="100_ right") == 0
+        and count(text='"') == 0
+    )
     rows = index.find_rollouts({}, "tokens", True, 2, 1)["rows"]
     assert [row["tokens"] for row in rows] == [4, 4]
     with pytest.raises(ValueError, match="step, reward"):
@@ -135,7 +190,9 @@ def test_what_cannot_be_read_is_passed_over(run):
     ]
     (place / "rollouts.jsonl").write_bytes(b"\n".join(bad) + b'\n{"completion": [')
     with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b'\xff\n{"step": true}\n{"step": "x", "a": 1}\n{"step": 4, "reward/mean": NaN, "b": 1e400}\n')
+        file.write(
+            b'\xff\n{"step": true}\n{"step": "x", "a": 1}\n{"step": 4, "reward/mean": NaN, "b": 1e400}\n'
+        )
         file.write(b'{"step": 4, "c": 2}\n')
     index = index_of(run)
     index.update_index()
@@ -155,13 +212,22 @@ def test_reading_on_loopback_needs_no_token_and_starting_always_does(run):
     wrong = {"authorization": "Bearer wrong"}
     assert ours.post("/api/lab/start", json={}, headers=wrong).status_code == 401
     assert ours.post("/api/jobs/x/stop", json={}).status_code == 401
-    told = ours.post("/api/lab/check", json={"command": "rl", "toml": RL}, headers={"authorization": "Bearer secret"})
+    told = ours.post(
+        "/api/lab/check",
+        json={"command": "rl", "toml": RL},
+        headers={"authorization": "Bearer secret"},
+    )
     assert told.json() == {"ok": True, "max_steps": 3, "model": "m"}
 
 
 def test_elsewhere_reading_needs_the_token_too(run):
     ours = client(run.parents[1], host="10.1.2.3")
-    for path in ("/api/runs", "/api/run?run=outputs/a:rl", "/api/log?run=outputs/a:rl&name=x", "/api/lab"):
+    for path in (
+        "/api/runs",
+        "/api/run?run=outputs/a:rl",
+        "/api/log?run=outputs/a:rl&name=x",
+        "/api/lab",
+    ):
         assert ours.get(path).status_code == 401, path
     assert ours.get("/").status_code == 200 and ours.get("/assets/app.js").status_code == 200
     assert ours.get("/api/runs", headers={"authorization": "Bearer secret"}).status_code == 200
@@ -181,7 +247,10 @@ def test_the_page_of_another_site_is_refused(run, headers):
     ours = client(run.parents[1])
     assert ours.get("/api/runs", headers=headers).status_code == 403
     own = {**headers, "authorization": "Bearer secret"}
-    assert ours.post("/api/lab/check", json={"command": "rl", "toml": RL}, headers=own).status_code == 403
+    assert (
+        ours.post("/api/lab/check", json={"command": "rl", "toml": RL}, headers=own).status_code
+        == 403
+    )
 
 
 def test_nothing_outside_the_root_is_read(run, tmp_path):
@@ -211,8 +280,12 @@ def test_nothing_outside_the_root_is_read(run, tmp_path):
         assert ours.get(path).status_code == 404
     ours.headers["authorization"] = "Bearer secret"
     for name in ("weights/step_2", "../a/weights/step_1", "/etc", "configs"):
-        assert ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": name}).status_code == 404
-    url = ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": "weights/step_1"}).json()["url"]
+        assert (
+            ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": name}).status_code == 404
+        )
+    url = ours.post("/api/ticket", json={"run": "outputs/a:rl", "name": "weights/step_1"}).json()[
+        "url"
+    ]
     with tarfile.open(fileobj=io.BytesIO(ours.get(url).content)) as archive:
         assert archive.getnames() == ["a-step_1/model.safetensors"]
     assert ours.get(url).status_code == 404  # once
@@ -222,8 +295,14 @@ def test_answers_say_what_they_are_and_carry_the_policy(run):
     ours = client(run.parents[1])
     for path in ("/", "/assets/app.js", "/api/runs", "/nothing"):
         headers = ours.get(path).headers
-        assert "script" not in headers["content-security-policy"] and headers["x-content-type-options"] == "nosniff"
-    assert ours.get("/api/rollouts", params={"run": "outputs/a:rl", "reward_from": "x"}).status_code == 400
+        assert (
+            "script" not in headers["content-security-policy"]
+            and headers["x-content-type-options"] == "nosniff"
+        )
+    assert (
+        ours.get("/api/rollouts", params={"run": "outputs/a:rl", "reward_from": "x"}).status_code
+        == 400
+    )
     assert ours.get("/api/rollouts", params={"run": "outputs/a:rl", "sort": "x"}).status_code == 400
     assert ours.get("/api/run").json()["error"] == "missing: run"
     big = {"authorization": "Bearer secret", "content-length": str(2**21)}
@@ -244,8 +323,14 @@ def test_an_archive_is_made_without_being_held(tmp_path):
 
 def test_the_lab_refuses_what_the_command_would_and_what_is_not_its_own(run):
     jobs = Jobs(run.parents[1])
-    assert "did you mean max-steps" in jobs.check_config("rl", RL.replace("max_steps", "max_step"))["error"]
-    assert "rm -rf" in jobs.check_config("rm -rf", "")["error"] and not jobs.check_config("sft", "x = ")["ok"]
+    assert (
+        "did you mean max-steps"
+        in jobs.check_config("rl", RL.replace("max_steps", "max_step"))["error"]
+    )
+    assert (
+        "rm -rf" in jobs.check_config("rm -rf", "")["error"]
+        and not jobs.check_config("sft", "x = ")["ok"]
+    )
     with pytest.raises(ValueError, match="not below"):
         jobs.start_run("rl", RL, "../elsewhere", "here", "")
     with pytest.raises(ValueError, match="holds an earlier rl run"):
@@ -277,15 +362,24 @@ def test_commands_run_where_the_dashboard_was_started(run, monkeypatch):
 def test_jobs_run_one_after_the_other(run, monkeypatch):
     jobs = Jobs(run.parents[1])
     monkeypatch.setattr(
-        Jobs, "command_words", lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"]
+        Jobs,
+        "command_words",
+        lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"],
     )
     monkeypatch.setattr(jobs_module, "LOOK", 0.02)
-    names = [jobs.start_run("rl", RL, f"outputs/{i}", "here", more)["name"] for i, more in enumerate(("", "3", ""))]
+    names = [
+        jobs.start_run("rl", RL, f"outputs/{i}", "here", more)["name"]
+        for i, more in enumerate(("", "3", ""))
+    ]
     until(lambda: sum(job["state"] == "running" for job in jobs.list_jobs()) == 1)
     assert jobs.stop(names[2])["state"] == "stopped"  # taken out of the line
     until(lambda: {job["name"]: job["state"] for job in jobs.list_jobs()}[names[1]] == "failed")
-    assert {job["name"]: job["state"] for job in jobs.list_jobs()} == dict(zip(names, ("done", "failed", "stopped")))
-    assert jobs.read_log(names[1])["text"] == f"{names[1]}\n" and jobs.read_log(names[1])["code"] == 3
+    assert {job["name"]: job["state"] for job in jobs.list_jobs()} == dict(
+        zip(names, ("done", "failed", "stopped"))
+    )
+    assert (
+        jobs.read_log(names[1])["text"] == f"{names[1]}\n" and jobs.read_log(names[1])["code"] == 3
+    )
     assert jobs.remove(names[0])["state"] == "removed" and len(jobs.list_jobs()) == 2
     until(lambda: jobs._thread is None)  # nothing is looked after any more
 
@@ -304,15 +398,26 @@ def test_a_run_is_silent_and_then_stopped_when_its_pulse_is_old(run, monkeypatch
 
 
 def test_tokens_follow_the_sequences_that_were_trained():
-    turns = [{"prompt_ids": [1, 2], "ids": [3, 4], "logprobs": [-1.0, -2.0], "version": 0},
-             {"prompt_ids": [1, 2, 3, 4, 5], "ids": [6], "logprobs": [-3.0], "version": 1},
-             {"prompt_ids": [9], "ids": [8], "logprobs": [-4.0], "version": 2}]  # fmt: skip
+    turns = [
+        {"prompt_ids": [1, 2], "ids": [3, 4], "logprobs": [-1.0, -2.0], "version": 0},
+        {"prompt_ids": [1, 2, 3, 4, 5], "ids": [6], "logprobs": [-3.0], "version": 1},
+        {"prompt_ids": [9], "ids": [8], "logprobs": [-4.0], "version": 2},
+    ]
     import numpy as np
 
-    seen = [(np.array([-1.5, -2.5, -3.5], np.float32), np.array([False, True, False])),
-            (np.array([-4.5], np.float32), np.array([False]))]  # fmt: skip
+    seen = [
+        (np.array([-1.5, -2.5, -3.5], np.float32), np.array([False, True, False])),
+        (np.array([-4.5], np.float32), np.array([False])),
+    ]
     first, second = Tokens(None).trained_sequences(turns, seen)
-    assert first["ids"] == [1, 2, 3, 4, 5, 6] and first["sampled"] == [None, None, -1.0, -2.0, None, -3.0]
+    assert first["ids"] == [1, 2, 3, 4, 5, 6] and first["sampled"] == [
+        None,
+        None,
+        -1.0,
+        -2.0,
+        None,
+        -3.0,
+    ]
     assert first["trained"] == [None, None, -1.5, -2.5, None, -3.5] and first["masked"][3] is True
     assert second["trained"] == [None, -4.5] and second["version"] == [None, 2]
     assert Tokens(None).trained_sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
@@ -321,10 +426,22 @@ def test_tokens_follow_the_sequences_that_were_trained():
 def told(steps, **series):
     """The kinds of findings for averages of steps and constant or listed metrics."""
     count = len(steps)
-    base = {"count": 8, "reward": 0.5, "low": 0.0, "high": 1.0, "tokens": 10.0, "truncated": 0.0, "logprob": -0.3,
-            "failed": 0.0, "alike": 0.0}  # fmt: skip
+    base = {
+        "count": 8,
+        "reward": 0.5,
+        "low": 0.0,
+        "high": 1.0,
+        "tokens": 10.0,
+        "truncated": 0.0,
+        "logprob": -0.3,
+        "failed": 0.0,
+        "alike": 0.0,
+    }
     rows = [base | {"step": i + 1} | step for i, step in enumerate(steps)]
-    values = {name: value if isinstance(value, list) else [value] * count for name, value in series.items()}
+    values = {
+        name: value if isinstance(value, list) else [value] * count
+        for name, value in series.items()
+    }
     named = {name.replace("__", "/"): dict(enumerate(column, 1)) for name, column in values.items()}
     named.setdefault("reward/mean", {row["step"]: row["reward"] for row in rows})
     return [finding.kind for look in LOOKS if (finding := look(Facts(named, rows)))]
@@ -339,7 +456,12 @@ def test_the_doctor_leaves_runs_alone_that_learn():
     assert told(solved, batch__without_signal=idle, batch__solve_all=idle) == []
     noisy = [{"reward": 0.5 + 0.2 * (-1) ** i} for i in range(30)]
     assert told(noisy) == []
-    assert told([{"reward": 0.0, "low": 0.0, "high": 0.0}] * 3 + [{"reward": 0.1 * i} for i in range(8)]) == []
+    assert (
+        told(
+            [{"reward": 0.0, "low": 0.0, "high": 0.0}] * 3 + [{"reward": 0.1 * i} for i in range(8)]
+        )
+        == []
+    )
 
 
 def test_the_doctor_on_sides_that_disagree_and_rollouts_that_fail():
@@ -347,7 +469,9 @@ def test_the_doctor_on_sides_that_disagree_and_rollouts_that_fail():
     assert told([{}] * 20, batch__off_policy_level__mean=6.0) == ["stale"]
     assert told([{"failed": 0.5}] * 20) == ["failures"]
     assert told([{}] * 20, batch__without_signal=0.95, batch__solve_all=0.1) == ["no_signal"]
-    assert told([{}] * 20, entropy__mean=[1.0] * 10 + [0.001] * 10, reward__mean=[0.9] * 10 + [0.5] * 10) == ["entropy"]
+    assert told(
+        [{}] * 20, entropy__mean=[1.0] * 10 + [0.001] * 10, reward__mean=[0.9] * 10 + [0.5] * 10
+    ) == ["entropy"]
 
 
 def test_colours_have_the_contrast_that_small_text_needs():
@@ -369,7 +493,9 @@ def test_colours_have_the_contrast_that_small_text_needs():
     ]
     assert len(schemes) == 3 and schemes[1] == schemes[2]
     for scheme in schemes:
-        behind = [scheme[name] for name in ("back", "card", "mark", "system", "user", "assistant", "tool")]
+        behind = [
+            scheme[name] for name in ("back", "card", "mark", "system", "user", "assistant", "tool")
+        ]
         for name in ("text", "soft", "accent", "good", "bad", "warn"):
             on = behind if name in ("text", "soft") else behind[:3]
             assert min(contrast(scheme[name], one) for one in on) >= 4.5, (name, scheme)
@@ -392,10 +518,14 @@ def job_file(root, folder, **changes):
     return folder
 
 
-def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, signing_home, monkeypatch):
+def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(
+    tmp_path, signing_home, monkeypatch
+):
     began, killed = [], []
     monkeypatch.setattr(Jobs, "_start_job", lambda self, job: began.append(job.name))
-    monkeypatch.setattr("hone.dashboard.jobs.os.kill", lambda pid, number: killed.append(pid) if number else None)
+    monkeypatch.setattr(
+        "hone.dashboard.jobs.os.kill", lambda pid, number: killed.append(pid) if number else None
+    )
     root = tmp_path / "root"
     root.mkdir()
     (root / "precious").write_text("x")
@@ -416,7 +546,9 @@ def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(tmp_path, sign
     with jobs._lock:
         queued = [job.name for job in jobs._read_jobs() if job.state == "queued"]
     assert queued == ["rl-010"] and (root / "precious").exists() and not killed
-    assert [job.name for job in Jobs(root)._read_jobs() if job.state == "queued"] == ["rl-010"]  # another dashboard's
+    assert [job.name for job in Jobs(root)._read_jobs() if job.state == "queued"] == [
+        "rl-010"
+    ]  # another dashboard's
     (root / ".hone" / "jobs" / "rl-010" / "rl.toml").write_text("# changed by somebody")
     assert all(job.state == "foreign" for job in Jobs(root)._read_jobs())
     assert (tmp_path / "data" / "hone" / "dashboard.key").stat().st_mode & 0o777 == 0o600
@@ -431,5 +563,9 @@ def test_a_browser_is_told_of_a_private_file_and_not_of_the_token(monkeypatch):
     monkeypatch.setattr("webbrowser.open", opened.append)
     open_in_browser("http://127.0.0.1:1/#token=secret")
     file = Path(urlsplit(opened[0]).path)
-    assert "secret" not in opened[0] and "secret" in file.read_text() and file.stat().st_mode & 0o777 == 0o600
+    assert (
+        "secret" not in opened[0]
+        and "secret" in file.read_text()
+        and file.stat().st_mode & 0o777 == 0o600
+    )
     file.unlink()

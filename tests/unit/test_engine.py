@@ -51,8 +51,12 @@ def request(prompt, seed=0, temperature=1.0, max_tokens=20, stop=STOP):
 def plain_logprobs(model, prompt, ids, temperature=1.0):
     tokens = torch.tensor(prompt + ids[:-1])
     packed = PackedAttention([len(tokens)])
-    logits = model.compute_logits(model(tokens, packed.token_positions(), packed))[len(prompt) - 1 :].float()
-    return torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    logits = model.compute_logits(model(tokens, packed.token_positions(), packed))[
+        len(prompt) - 1 :
+    ].float()
+    return (
+        torch.log_softmax(logits / temperature, -1).gather(1, torch.tensor(ids)[:, None]).squeeze(1)
+    )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -60,8 +64,12 @@ def test_logprobs_equal_a_plain_forward(model, temperature):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 50, n).tolist() for n in (1, 5, 17, 30) for _ in range(5)]
     requests = [request(p, seed=i, temperature=temperature) for i, p in enumerate(prompts)]
-    done = Engine(model, max_batch_size=7).generate(requests)  # more requests than rows: rows are reused
-    assert any(c.finish_reason == "stop" for c in done) and any(c.finish_reason == "length" for c in done)
+    done = Engine(model, max_batch_size=7).generate(
+        requests
+    )  # more requests than rows: rows are reused
+    assert any(c.finish_reason == "stop" for c in done) and any(
+        c.finish_reason == "length" for c in done
+    )
     for prompt, completion in zip(prompts, done, strict=True):
         expected = plain_logprobs(model, prompt, completion.ids, temperature)
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
@@ -71,7 +79,9 @@ def test_logprobs_equal_a_plain_forward(model, temperature):
 def test_progress_is_what_was_written_since(model, one_by_one):
     engine, done = Engine(model), []
     for i in range(3):
-        named = replace(request([5, 6, 7 + i], seed=i, stop=frozenset()), name=f"run/{i}" if i else "")
+        named = replace(
+            request([5, 6, 7 + i], seed=i, stop=frozenset()), name=f"run/{i}" if i else ""
+        )
         engine.add(named, done.append)
     assert engine.named_progress({"run/1": 0}) == {}
     for _ in range(6):
@@ -83,7 +93,10 @@ def test_progress_is_what_was_written_since(model, one_by_one):
     engine.step()
     while not engine.is_idle:
         engine.step()
-    assert set(first) == {"run/1", "run/2"} and len(first["run/1"].ids) == len(first["run/2"].ids) + 4 >= 9
+    assert (
+        set(first) == {"run/1", "run/2"}
+        and len(first["run/1"].ids) == len(first["run/2"].ids) + 4 >= 9
+    )
     for name, start in (("run/1", 0), ("run/2", 4)):
         found, whole = first[name], done[int(name[-1])]
         end = start + len(found.ids)
@@ -97,13 +110,17 @@ def test_greedy_equals_argmax_of_plain_forwards(model):
     for i, token in enumerate(ids):
         packed = PackedAttention([len(prompt) + i])
         with torch.no_grad():
-            logits = model.compute_logits(model(torch.tensor(prompt + ids[:i]), packed.token_positions(), packed))[-1]
+            logits = model.compute_logits(
+                model(torch.tensor(prompt + ids[:i]), packed.token_positions(), packed)
+            )[-1]
         assert token == int(logits.argmax())
 
 
 def test_same_seed_same_tokens_whatever_else_runs(model):
     alone = Engine(model).generate([request([5, 6, 7], seed=42)])[0]
-    crowd = [request([5, 6, 7], seed=s, max_tokens=5 + s % 9) for s in range(40)] + [request([5, 6, 7], seed=42)]
+    crowd = [request([5, 6, 7], seed=s, max_tokens=5 + s % 9) for s in range(40)] + [
+        request([5, 6, 7], seed=42)
+    ]
     assert Engine(model, max_batch_size=8).generate(crowd)[-1].ids == alone.ids
 
 
@@ -194,7 +211,9 @@ def assert_all_returned(engine):
 @pytest.mark.parametrize("where", ["draw", "pass"])
 def test_a_step_that_fails_leaves_nothing_behind(model, monkeypatch, where):
     """Neither slots and pages that nobody has, nor pages that are known and were never computed."""
-    prompts = [request(list(range(3, 40)), seed=s, temperature=1e-6, max_tokens=4) for s in range(4)]
+    prompts = [
+        request(list(range(3, 40)), seed=s, temperature=1e-6, max_tokens=4) for s in range(4)
+    ]
     expected = Engine(model).generate(prompts)[0].ids
     engine = Engine(model, max_batch_size=4)
 
@@ -247,7 +266,9 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
     monkeypatch.setattr(Engine, "_run_prefill", counting)
     again = engine.generate([request([*start, 9, 9], seed=5)])[0]
     assert computed[0] == 3 and again.ids == alone.ids
-    torch.testing.assert_close(torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.tensor(again.logprobs), torch.tensor(alone.logprobs), rtol=0, atol=1e-5
+    )
     engine.set_version(1)
     computed.clear()
     engine.generate([request([*start, 9, 9], seed=5)])
@@ -256,7 +277,13 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
 
 def test_prompts_that_start_alike_are_computed_in_one_step(model):
     start = list(range(4, 24))
-    prompts = [[*start, 9], [*start, *range(8, 25), 7], start[:18], [*start, *range(8, 25), 6], [5, 6]]
+    prompts = [
+        [*start, 9],
+        [*start, *range(8, 25), 7],
+        start[:18],
+        [*start, *range(8, 25), 6],
+        [5, 6],
+    ]
     requests = [request(p, seed=i) for i, p in enumerate(prompts)]
     engine = Engine(model)
     together = engine.generate(requests)
@@ -268,7 +295,9 @@ def test_prompts_that_start_alike_are_computed_in_one_step(model):
     assert_all_returned(engine)
 
 
-@pytest.mark.parametrize("prompt, pages", [([5, 6, 7], 2), (list(range(4, 12)), 2), (list(range(4, 13)), 3)])
+@pytest.mark.parametrize(
+    "prompt, pages", [([5, 6, 7], 2), (list(range(4, 12)), 2), (list(range(4, 13)), 3)]
+)
 def test_the_next_turn_of_a_conversation_finds_its_own_tokens(model, prompt, pages):
     """43, 48 and 49 tokens, of which the last has no key; a page has 16."""
     engine = Engine(model)
@@ -281,13 +310,18 @@ def test_what_is_read_ahead_is_what_is_handed_over(model, then, one_by_one):
     prompts = [list(range(4, 4 + n)) for n in (3, 20)]
     requests = [request(p, seed=i, max_tokens=40, stop=frozenset()) for i, p in enumerate(prompts)]
     expected, engine, done = Engine(model).generate(requests), Engine(model), {}
-    running = [engine.add(one, lambda c, i=i: done.__setitem__(i, c)) for i, one in enumerate(requests)]
+    running = [
+        engine.add(one, lambda c, i=i: done.__setitem__(i, c)) for i, one in enumerate(requests)
+    ]
     for _ in range(30):
         engine.step()
     slots = np.array([s.slot for s in running])
     engine._read_ahead(_Look(running, slots, [], engine.slots.take_snapshot()))
     count = len(running[0].ids)
-    assert count >= 30 and len(engine.pool.match_prefix([*prompts[1], *running[1].ids])) == (20 + count - 1) // 16
+    assert (
+        count >= 30
+        and len(engine.pool.match_prefix([*prompts[1], *running[1].ids])) == (20 + count - 1) // 16
+    )
     if then == "abort":
         engine.abort_request(running[0])
     elif then == "new weights":
@@ -296,19 +330,25 @@ def test_what_is_read_ahead_is_what_is_handed_over(model, then, one_by_one):
     for i, whole in enumerate(expected):
         n = count if then == "abort" and i == 0 else 40
         assert done[i].ids == whole.ids[:n]
-        torch.testing.assert_close(torch.tensor(done[i].logprobs), torch.tensor(whole.logprobs[:n]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(done[i].logprobs), torch.tensor(whole.logprobs[:n]), rtol=0, atol=1e-4
+        )
     assert bool(engine.pool.match_prefix([*prompts[1], 9])) is (then != "new weights")
 
 
 def test_prompts_longer_than_a_pass_are_computed_in_pieces(model, monkeypatch):
     prompts = [[4 + (7 * i + j) % 40 for j in range(n)] for i, n in enumerate((50, 3, 61, 50))]
-    requests = [request(p, seed=i, max_tokens=10) for i, p in enumerate(prompts)] + [request(prompts[0], seed=9)]
+    requests = [request(p, seed=i, max_tokens=10) for i, p in enumerate(prompts)] + [
+        request(prompts[0], seed=9)
+    ]
     whole = Engine(model).generate(requests)
     monkeypatch.setattr("hone.engine.engine.PASS_TOKENS", 16)
     pieces = Engine(model, prefill_tokens=16).generate(requests)
     assert [c.ids for c in whole] == [c.ids for c in pieces]
     for one, two in zip(whole, pieces, strict=True):
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-5
+        )
 
 
 def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
@@ -319,7 +359,9 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
     engine.step()  # a page of the prompt
     assert engine.admission.prefilling and len(engine.pool.match_prefix(prompt)) == 1
     engine.set_version(1)
-    engine.add(request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None)  # joins the two
+    engine.add(
+        request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None
+    )  # joins the two
     drain(engine)
     assert engine.pool.match_prefix([*prompt, 9]) == []
     engine.generate([request(prompt, max_tokens=1)])
@@ -328,15 +370,24 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
 
 def test_requests_are_admitted_in_the_order_they_came(model):
     engine, started = Engine(model, max_batch_size=2, kv_cache_gib=ONE_SEQUENCE), []
-    for i, n in enumerate((90, 2, 2, 60)):  # the first fills the cache, the small ones behind it must wait
-        engine.add(request([5] * n, seed=i, max_tokens=6, stop=frozenset()), lambda done, i=i: started.append(i))
+    for i, n in enumerate(
+        (90, 2, 2, 60)
+    ):  # the first fills the cache, the small ones behind it must wait
+        engine.add(
+            request([5] * n, seed=i, max_tokens=6, stop=frozenset()),
+            lambda done, i=i: started.append(i),
+        )
     drain(engine)
     assert started == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("lacks", ["slots", "pages", "nothing"])
 def test_who_has_just_come_does_not_wait_for_room(model, lacks, one_by_one):
-    room = {"slots": {"max_batch_size": 2}, "pages": {"kv_cache_gib": 2 * ONE_SEQUENCE}, "nothing": {}}[lacks]
+    room = {
+        "slots": {"max_batch_size": 2},
+        "pages": {"kv_cache_gib": 2 * ONE_SEQUENCE},
+        "nothing": {},
+    }[lacks]
     engine = Engine(model, **room)
     for i in range(5):
         engine.add(request([5], seed=i, max_tokens=90, stop=frozenset()), lambda done: None)
@@ -384,19 +435,30 @@ def test_a_request_ends_at_its_deadline_with_what_it_has(model, one_by_one):
 
 def test_ten_thousand_random_requests_with_aborts_return_everything(model):
     rng = np.random.default_rng(0)
-    engine, done, alive = Engine(model, max_batch_size=24, kv_cache_gib=3e-4, prefill_tokens=64), [], []
+    engine, done, alive = (
+        Engine(model, max_batch_size=24, kv_cache_gib=3e-4, prefill_tokens=64),
+        [],
+        [],
+    )
     prompts = [rng.integers(4, 50, n).tolist() for n in rng.integers(1, 70, 200)]
-    sent, count = 0, 1_500 if engine.packed is None else 10_000  # layer by layer each takes four times as long
+    sent, count = (
+        0,
+        1_500 if engine.packed is None else 10_000,
+    )  # layer by layer each takes four times as long
     while sent < count or not engine.is_idle:
         for _ in range(min(int(rng.integers(0, 60)), count - sent)):
             prompt = prompts[int(rng.integers(200))]
             timeout = 0.0 if rng.random() < 0.02 else None
-            one = replace(request(prompt, seed=sent, max_tokens=int(rng.integers(1, 8))), timeout=timeout)
+            one = replace(
+                request(prompt, seed=sent, max_tokens=int(rng.integers(1, 8))), timeout=timeout
+            )
             alive.append(engine.add(one, done.append))
             sent += 1
         for _ in range(int(rng.integers(0, 4))):
             if alive:
-                engine.abort_request(alive.pop(int(rng.integers(len(alive)))))  # also such as have ended
+                engine.abort_request(
+                    alive.pop(int(rng.integers(len(alive))))
+                )  # also such as have ended
         if rng.random() < 0.02:
             engine.set_version(engine.version + 1)
         engine.step()
@@ -408,10 +470,17 @@ def test_ten_thousand_random_requests_with_aborts_return_everything(model):
 
 def test_steps_in_one_call_are_steps_one_by_one(model, monkeypatch):
     """To the bit, whatever ends within a call, and beside a request that is drawn with a filter, step by step."""
-    requests = [request([5, 6, i % 40 + 4], seed=i, max_tokens=1 + i % 30, stop=STOP) for i in range(70)]
+    requests = [
+        request([5, 6, i % 40 + 4], seed=i, max_tokens=1 + i % 30, stop=STOP) for i in range(70)
+    ]
     together = Engine(model).generate(requests)
-    assert len({len(c.ids) for c in together}) > 8 and {c.finish_reason for c in together} == {"stop", "length"}
-    filtered = replace(request([7], stop=frozenset(), max_tokens=40), sampling=Sampling(1.0, 40, 3, top_k=5))
+    assert len({len(c.ids) for c in together}) > 8 and {c.finish_reason for c in together} == {
+        "stop",
+        "length",
+    }
+    filtered = replace(
+        request([7], stop=frozenset(), max_tokens=40), sampling=Sampling(1.0, 40, 3, top_k=5)
+    )
     beside = Engine(model).generate([*requests, filtered])
     monkeypatch.setattr("hone.engine.decoder.PACKED_STEPS", 1)
     assert Engine(model).generate(requests) == together
@@ -426,7 +495,9 @@ def test_steps_in_one_call_are_steps_one_by_one(model, monkeypatch):
 def test_fifty_updates_under_load_are_seen_in_order(model, one_by_one):
     engine, done = Engine(model, max_batch_size=8), []
     for seed in range(60):
-        engine.add(request([5, seed % 40 + 4], seed=seed, max_tokens=30, stop=frozenset()), done.append)
+        engine.add(
+            request([5, seed % 40 + 4], seed=seed, max_tokens=30, stop=frozenset()), done.append
+        )
     for version in range(1, 51):
         for _ in range(1 + version % 5):
             engine.step()
@@ -452,11 +523,18 @@ def plain_distributions(model, ids, temperature=1.0):
     tokens = torch.tensor([5, 6, 7, *ids[:-1]])
     packed = PackedAttention([len(tokens)])
     with torch.no_grad():
-        return model.compute_logits(model(tokens, packed.token_positions(), packed))[2:] / temperature
+        return (
+            model.compute_logits(model(tokens, packed.token_positions(), packed))[2:] / temperature
+        )
 
 
 def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
-    for sampling in ({"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.7, "temperature": 0.8}):
+    for sampling in (
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"top_k": 4, "top_p": 0.7, "temperature": 0.8},
+    ):
         done = sampled(model, **sampling)
         logits = plain_distributions(model, done.ids, sampling.get("temperature", 1.0))
         probs = torch.softmax(logits, -1)
@@ -464,7 +542,9 @@ def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
         assert ranks.max() < sampling.get("top_k", 50)
         chosen = probs.gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
         assert (chosen >= sampling.get("min_p", 0.0) * probs.max(-1).values - 1e-6).all()
-        expected = torch.log_softmax(logits, -1).gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+        expected = (
+            torch.log_softmax(logits, -1).gather(1, torch.tensor(done.ids)[:, None]).squeeze(1)
+        )
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-4)
 
 
@@ -480,7 +560,9 @@ def test_likeliest_tokens_on_request(model):
     done = sampled(model, top_logprobs=3)
     assert done.ids == sampled(model).ids and len(done.alternatives) == 20
     expected = torch.log_softmax(plain_distributions(model, done.ids), -1).topk(3)
-    for row, ids, values in zip(done.alternatives, expected.indices.tolist(), expected.values.tolist(), strict=True):
+    for row, ids, values in zip(
+        done.alternatives, expected.indices.tolist(), expected.values.tolist(), strict=True
+    ):
         assert [i for i, _ in row] == ids and [v for _, v in row] == pytest.approx(values, abs=1e-4)
 
 
@@ -499,9 +581,13 @@ def test_min_tokens_and_ignore_eos(model):
     free = sampled(model)
     stop = frozenset({free.ids[2]})
     prompt = [5, 6, 7]
-    cut = Engine(model).generate([GenerateRequest(prompt, Sampling(max_tokens=20, seed=3), stop)])[0]
+    cut = Engine(model).generate([GenerateRequest(prompt, Sampling(max_tokens=20, seed=3), stop)])[
+        0
+    ]
     assert cut.ids == free.ids[: free.ids.index(free.ids[2]) + 1]
-    held = Engine(model).generate([GenerateRequest(prompt, Sampling(max_tokens=20, seed=3, min_tokens=8), stop)])[0]
+    held = Engine(model).generate(
+        [GenerateRequest(prompt, Sampling(max_tokens=20, seed=3, min_tokens=8), stop)]
+    )[0]
     assert not stop & set(held.ids[:7]) and len(held.ids) >= 8
     ignoring = Sampling(max_tokens=20, seed=3, ignore_eos=True)
     assert Engine(model).generate([GenerateRequest(prompt, ignoring, stop)])[0].ids == free.ids
@@ -510,7 +596,10 @@ def test_min_tokens_and_ignore_eos(model):
 def test_a_condition_of_the_caller_ends_a_sequence(model):
     free = sampled(model)
     one = GenerateRequest(
-        [5, 6, 7], Sampling(max_tokens=20, seed=3), frozenset(), lambda ids: 4 if len(ids) > 5 else None
+        [5, 6, 7],
+        Sampling(max_tokens=20, seed=3),
+        frozenset(),
+        lambda ids: 4 if len(ids) > 5 else None,
     )
     done = Engine(model).generate([one])[0]
     assert done.ids == free.ids[:4] and done.finish_reason == "stop" and len(done.versions) == 4
@@ -559,11 +648,15 @@ def test_frequencies_of_200000_draws(name, is_one_seed):
     slots.parameters[:, column.MIN_P] = sampling.get("min_p", 0.0)
     logits_BV = logits.expand(n, -1).contiguous()
     if is_one_seed:  # draw i of the stream, one after the other: the counter moves, the logits stay
-        tokens = pick_tokens(logits_BV, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows))
+        tokens = pick_tokens(
+            logits_BV, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows)
+        )
         if name not in ("plain", "temperature"):
             keep = logits_BV >= filter_thresholds(logits_BV[:1], slots.parameters[:1])[:, None]
             masked = logits_BV.masked_fill(~keep, -1e30)
-            tokens = pick_tokens(masked, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows))
+            tokens = pick_tokens(
+                masked, torch.full((n,), T), uniform_numbers(torch.tensor([7]), rows)
+            )
     else:
         is_filtered = name not in ("plain", "temperature")
         draw_tokens(
@@ -596,8 +689,12 @@ class Named(Captured):
 def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in, monkeypatch):
     graphs = DecodeGraphs.__new__(DecodeGraphs)
     many, few = Key(128, 0, False, 0, 0, False), Key(64, 0, False, 0, 0, False)
-    unlike = [few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})]
-    graphs.captured = Named(stand_in).has(many, few._replace(rows=256), few._replace(rows=32), *unlike)
+    unlike = [
+        few._replace(rows=96, **one) for one in ({"kind": 1}, {"parts": 2}, {"is_long": True})
+    ]
+    graphs.captured = Named(stand_in).has(
+        many, few._replace(rows=256), few._replace(rows=32), *unlike
+    )
     monkeypatch.setattr(graphs, "capture_graph", lambda key: graphs.captured.has(key))
     steps = PAYS_FOR_GRAPH // 2  # of which each has half of its rows for nobody
     chosen = [graphs._choose_graph(few, steps) for _ in range(5)]
@@ -614,7 +711,12 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
     ("sequences", "length", "most_tokens", "found"),
     [
         (100, 512, 1e6, [(256, 16, 256), (512, 32, 512), (1024, 64, 512), (2048, 128, 512)]),
-        (256, 165, 1400, [(256, 16, 256), (512, 32, 256), (1024, 64, 256)]),  # a longer pass hides its launches
+        (
+            256,
+            165,
+            1400,
+            [(256, 16, 256), (512, 32, 256), (1024, 64, 256)],
+        ),  # a longer pass hides its launches
         (1, 165, 1e6, [(256, 16, 256)]),  # no longer pass can come
         (8, 4096, 1e6, [(256, 16, 256), (512, 32, 512), (1024, 64, 1024), (2048, 128, 2048)]),
     ],
@@ -623,7 +725,9 @@ def test_graphs_for_prompts_are_of_the_sizes_that_may_come(sequences, length, mo
     prefill, captured = Prefill.__new__(Prefill), []
     prefill.captured, prefill.most_tokens = Captured(True), most_tokens
     prefill.capture_graph = captured.append
-    engine = SimpleNamespace(graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length)
+    engine = SimpleNamespace(
+        graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length
+    )
     capture_graphs(engine)
     assert captured == [Shape(*numbers) for numbers in found]
     prefill.captured = None

@@ -73,15 +73,23 @@ def test_a_reward_function_without_a_number_fails_its_rollout_or_counts_zero(val
         return value
 
     broken.__name__ = f"broken_{type(value).__name__}"
-    env = vf.SingleTurnEnv(dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, lambda **_: 1.0]))
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "q"}], rubric=vf.Rubric(funcs=[broken, lambda **_: 1.0])
+    )
     failures = Counter()
-    done = asyncio.run(attempt(env, Asked("a"), env.get_dataset()[0], Sampling(), retries=2, failures=failures))
+    done = asyncio.run(
+        attempt(env, Asked("a"), env.get_dataset()[0], Sampling(), retries=2, failures=failures)
+    )
     what = said.partition(" (")[0]
     assert done.error == f"reward function {broken.__name__} {what}" and failures == {"reward": 3}
     assert caplog.text.count(broken.__name__) == 1 and what in caplog.text  # said once
     env.on_reward_error("zero")
     done = rollout(env, "a")
-    assert done.reward == 1.0 and done.metrics == {broken.__name__: 0.0, "<lambda>": 1.0, "reward_raised": 1.0}
+    assert done.reward == 1.0 and done.metrics == {
+        broken.__name__: 0.0,
+        "<lambda>": 1.0,
+        "reward_raised": 1.0,
+    }
 
 
 def test_functions_of_one_name_and_without_a_name():
@@ -107,7 +115,10 @@ def test_xml_parser():
     parsed = parser.parse("<think>\n hm\n</think><answer> 4 </answer>")
     assert (parsed.think, parsed.code, parsed.answer) == ("hm", None, "4")
     assert parser.parse("<answer> 4 </answer>", strip=False).answer == " 4 "
-    turns = [{"role": "assistant", "content": "<answer>1</answer>"}, {"role": "user", "content": "<answer>2</answer>"}]
+    turns = [
+        {"role": "assistant", "content": "<answer>1</answer>"},
+        {"role": "user", "content": "<answer>2</answer>"},
+    ]
     assert parser.parse_answer(turns) == "1" and parser.parse_answer("nothing") is None
     with pytest.raises(ValueError, match="answer_field"):
         vf.XMLParser(["a"], answer_field="b")
@@ -147,11 +158,15 @@ def test_reverse_text_reward(tmp_path, answer, reward, exact):
 
 
 def test_generated_texts_are_repeatable_and_never_both_trained_on_and_held_out():
-    make = lambda **kw: vf.load_environment("reverse-text", texts="generated", min_chars=2, max_chars=5, **kw)  # noqa: E731
+    make = functools.partial(
+        vf.load_environment, "reverse-text", texts="generated", min_chars=2, max_chars=5
+    )
     env, again, other = make(), make(), make(seed=1)
     train = [e.answer for e in env.get_dataset()]
     held_out = {e.answer for e in env.get_eval_dataset()}
-    assert train == [e.answer for e in again.get_dataset()] != [e.answer for e in other.get_dataset()]
+    assert (
+        train == [e.answer for e in again.get_dataset()] != [e.answer for e in other.get_dataset()]
+    )
     assert len(held_out) == 256 and not held_out & set(train)
     assert not held_out & {e.answer for e in other.get_dataset()}  # nor with another seed
     assert all(2 <= len(t) <= 5 and t == t.strip() for t in train)
@@ -160,7 +175,9 @@ def test_generated_texts_are_repeatable_and_never_both_trained_on_and_held_out()
 def test_unknown_environments_and_arguments_are_named():
     with pytest.raises(ValueError, match="did you mean reverse-text"):
         vf.load_environment("reverse-txt")
-    with pytest.raises(ValueError, match=r"unexpected keyword argument 'txts'; its arguments are: texts, "):
+    with pytest.raises(
+        ValueError, match=r"unexpected keyword argument 'txts'; its arguments are: texts, "
+    ):
         vf.load_environment("reverse-text", txts="x")
     with pytest.raises(ValueError, match="is not an environment"):
         vf.load_environment("json")
@@ -171,22 +188,32 @@ def test_unknown_environments_and_arguments_are_named():
 def test_an_environment_that_cannot_be_imported_says_so_in_a_line(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "half_written.py").write_text("def load_environment():\n    return [\n")
-    with pytest.raises(ValueError, match=r"'half-written': .*half_written.py, line 2: '\[' was never closed"):
+    with pytest.raises(
+        ValueError, match=r"'half-written': .*half_written.py, line 2: '\[' was never closed"
+    ):
         vf.load_environment("half-written")
     (tmp_path / "needy.py").write_text("import no_such_thing\n")
-    with pytest.raises(ValueError, match="'needy' needs the module no_such_thing, which is not installed"):
+    with pytest.raises(
+        ValueError, match="'needy' needs the module no_such_thing, which is not installed"
+    ):
         vf.load_environment("needy")
 
 
 def test_an_unreachable_hub_is_an_error_that_says_so(monkeypatch):
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline"))
+    )
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
         vf.load_environment("reverse-text")
 
 
 @pytest.mark.parametrize(
     ("end", "error"),
-    [(None, "no end within 0.05 s"), (TimeoutError("own"), "TimeoutError: own"), (1, "TypeError: rollout() gave int")],
+    [
+        (None, "no end within 0.05 s"),
+        (TimeoutError("own"), "TimeoutError: own"),
+        (1, "TypeError: rollout() gave int"),
+    ],
 )
 def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, error):
     class Odd(vf.SingleTurnEnv):
@@ -202,7 +229,9 @@ def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, err
     assert (
         mean_scores([Rollout(env.get_dataset()[0], [], [], 0.5, {"reward": 1.0})])["reward"] == 0.5
     )  # not a function's
-    assert asyncio.run(evaluate_environments(config, {"odd": env}, Echo("a"), 0)) == {"eval/odd/failed": 1}
+    assert asyncio.run(evaluate_environments(config, {"odd": env}, Echo("a"), 0)) == {
+        "eval/odd/failed": 1
+    }
     example, sampling = env.get_eval_dataset()[0], Sampling()
     assert asyncio.run(attempt(env, Echo("a"), example, sampling, 0.05)).error.startswith(error)
 
@@ -217,13 +246,17 @@ def test_slow_comparisons_hold_up_no_others_and_no_longer_than_they_may(monkeypa
 
     async def compare():
         comparer = Comparer(0.5, workers=2)
-        assert await comparer.is_equal("g", "0") is True  # starting takes longer than a comparison may
+        assert (
+            await comparer.is_equal("g", "0") is True
+        )  # starting takes longer than a comparison may
         start = time.monotonic()
         slow = asyncio.create_task(comparer.is_equal("g", "30"))
         await asyncio.sleep(0.05)
         quick = await asyncio.gather(*(comparer.is_equal("g", "0") for _ in range(5)))
         assert quick == [True] * 5 and await slow is False
         assert time.monotonic() - start < 10
-        assert await comparer.is_equal("g", "0") is True and await comparer.is_equal("x", "0") is False
+        assert (
+            await comparer.is_equal("g", "0") is True and await comparer.is_equal("x", "0") is False
+        )
 
     asyncio.run(compare())

@@ -20,10 +20,16 @@ from hone.trainer.rl.trainer import RLTrainer
 from tests.unit.test_families import CONFIGS
 
 QWEN3_4B = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728,
-    "num_hidden_layers": 36, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
     "tie_word_embeddings": True,
-}  # fmt: skip
+}
 
 
 def nbytes(tensors):
@@ -47,21 +53,33 @@ def test_what_is_always_there_is_counted(family, dtype, kind):
     own = trainer.optimizer
     reference = list(trainer.reference.parameters()) if trainer.reference is not None else []
     masters = own.masters if own.masters is not own.parameters else []
-    assert found.weights == pytest.approx(nbytes([*model.parameters(), *reference]), rel=0.03)  # without the norms
+    assert found.weights == pytest.approx(
+        nbytes([*model.parameters(), *reference]), rel=0.03
+    )  # without the norms
     assert found.masters == pytest.approx(nbytes(masters), rel=0.03)
     assert found.moments == pytest.approx(nbytes([*own.exp_avg, *own.exp_avg_sq]), rel=0.1)
-    by_muon = nbytes([masters[i] for i in own.by_muon]) if masters else 0  # whose gradients are copied to fp32
+    by_muon = (
+        nbytes([masters[i] for i in own.by_muon]) if masters else 0
+    )  # whose gradients are copied to fp32
     assert found.gradients == pytest.approx(nbytes(own.parameters) + by_muon, rel=0.1)
 
 
 def test_what_is_offloaded_is_the_machines():
     spec = parse_model_config(QWEN3_4B)
     here, away = (
-        estimate_rl(spec, TrainerConfig(optim=OptimConfig(offload=offload)), 8704, 2, 8704) for offload in (False, True)
+        estimate_rl(spec, TrainerConfig(optim=OptimConfig(offload=offload)), 8704, 2, 8704)
+        for offload in (False, True)
     )
-    assert away.host == 12 * spec.parameter_count() == here.peak_bytes - away.peak_bytes and here.host == 0
-    assert away.gradients - here.gradients == 12 * ROOMS * PORTION  # rooms through which it comes to the GPU
-    assert away.describe_estimate().endswith(f", and {away.host / 2**30:.2f} GiB of the machine's memory")
+    assert (
+        away.host == 12 * spec.parameter_count() == here.peak_bytes - away.peak_bytes
+        and here.host == 0
+    )
+    assert (
+        away.gradients - here.gradients == 12 * ROOMS * PORTION
+    )  # rooms through which it comes to the GPU
+    assert away.describe_estimate().endswith(
+        f", and {away.host / 2**30:.2f} GiB of the machine's memory"
+    )
 
 
 def test_the_cache_is_what_it_says():
@@ -80,14 +98,23 @@ def test_qwen3_4b_on_one_card():
         (TrainerConfig(lora=LoRAConfig(rank=16)), 16896, 49.43),
         (TrainerConfig(lora=LoRAConfig(rank=16), activation_checkpointing=True), 16896, 16.11),
     ]:
-        assert estimate_rl(spec, config, tokens, 2, tokens).peak_bytes / 2**30 == pytest.approx(measured, rel=0.05)
+        assert estimate_rl(spec, config, tokens, 2, tokens).peak_bytes / 2**30 == pytest.approx(
+            measured, rel=0.05
+        )
     assert micro_batch_tokens(spec, 2, False, 140 * 2**30) == 2**14
-    small = replace(spec, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16)
+    small = replace(
+        spec, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
+    )
     by_card = [micro_batch_tokens(small, 2, False, gib * 2**30) for gib in (24, 80, 140)]
-    assert by_card == [2**14, 20776, 2**15]  # of Qwen3-0.6B; the step of 128 x (37 + 128) has 16,680
+    assert by_card == [
+        2**14,
+        20776,
+        2**15,
+    ]  # of Qwen3-0.6B; the step of 128 x (37 + 128) has 16,680
     several = estimate_rl(spec, TrainerConfig(), 10**6, 2, 8704)
     assert (
-        several.peak_bytes - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak_bytes == 4 * spec.parameter_count()
+        several.peak_bytes - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak_bytes
+        == 4 * spec.parameter_count()
     )
 
 
@@ -100,21 +127,38 @@ def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hone.machine.usable_gpus", lambda: ["0"])
     assert cli._run_command("trainer", [*words, "--clean"]) == 0
     said = capsys.readouterr().out
-    assert "# memory, about: training in bfloat16, up to 16,384 tokens in a micro-batch: weights 7.49, masters" in said
-    assert cli._run_command("inference", ["--dry-run", "--model.name", str(tmp_path), "--max-model-len", "1000"]) == 0
+    assert (
+        "# memory, about: training in bfloat16, up to 16,384 tokens in a micro-batch: weights 7.49, masters"
+        in said
+    )
+    assert (
+        cli._run_command(
+            "inference", ["--dry-run", "--model.name", str(tmp_path), "--max-model-len", "1000"]
+        )
+        == 0
+    )
     said = capsys.readouterr().out
-    assert "keys and values in bfloat16: 144.0 KiB a token, 0.14 GiB for the longest sequence, 1,000 tokens" in said
+    assert (
+        "keys and values in bfloat16: 144.0 KiB a token, 0.14 GiB for the longest sequence, 1,000 tokens"
+        in said
+    )
     unknown = memory_lines(TrainerRunConfig(model={"name": "nobody/nothing"}))
     assert unknown == ["not known: the config.json of nobody/nothing is not on this machine"]
 
 
 def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):
     def main(config):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of …")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 9.00 GiB. GPU 0 has a total of …"
+        )
 
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
-    monkeypatch.setattr(cli, "import_object", lambda path: main if path.endswith(":main") else TrainerRunConfig)
+    monkeypatch.setattr(
+        cli, "import_object", lambda path: main if path.endswith(":main") else TrainerRunConfig
+    )
     assert cli._run_command("trainer", ["--model.name", str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert said.startswith("trainer: error: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB\n  about: ")
+    assert said.startswith(
+        "trainer: error: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB\n  about: "
+    )
     assert "activation_checkpointing" in said and "Traceback" not in said

@@ -36,10 +36,16 @@ def test_pass_at_k():
 
 
 def test_a_paired_difference():
-    found = paired_difference({"a": 0.0, "b": 0.5, "c": 1.0, "x": 9.0}, {"a": 0.5, "b": 1.0, "c": 1.5, "y": 0.0})
+    found = paired_difference(
+        {"a": 0.0, "b": 0.5, "c": 1.0, "x": 9.0}, {"a": 0.5, "b": 1.0, "c": 1.5, "y": 0.0}
+    )
     assert (found.mean, found.better, found.worse, found.count) == (0.5, 3, 0, 3)
-    differs = paired_difference({str(i): 0.0 for i in range(4)}, {"0": 1.0, "1": 1.0, "2": 0.0, "3": 0.0})
-    assert differs.error == pytest.approx(math.sqrt(1 / 3) / 2) and differs.p == pytest.approx(0.0833, abs=1e-3)
+    differs = paired_difference(
+        {str(i): 0.0 for i in range(4)}, {"0": 1.0, "1": 1.0, "2": 0.0, "3": 0.0}
+    )
+    assert differs.error == pytest.approx(math.sqrt(1 / 3) / 2) and differs.p == pytest.approx(
+        0.0833, abs=1e-3
+    )
     with pytest.raises(ValueError, match="no example in common"):
         paired_difference({"a": 1.0}, {"b": 1.0})
 
@@ -60,20 +66,31 @@ class Digits:
 
 def environment():
     rows = [{"question": f"<q{i}>", "answer": str(i % 2)} for i in range(6)]
-    rubric = vf.Rubric(funcs=[lambda completion, answer: float(completion[-1]["content"] == answer)])
+    rubric = vf.Rubric(
+        funcs=[lambda completion, answer: float(completion[-1]["content"] == answer)]
+    )
     return vf.SingleTurnEnv(dataset=rows, rubric=rubric)
 
 
 SETTINGS = {
-    "env": "digits", "env_args": {}, "model": "m", "num_examples": 6, "rollouts_per_example": 2, "temperature": 1.0,
-    "max_tokens": 8, "sampling_args": {}, "seed": 0,
-}  # fmt: skip
+    "env": "digits",
+    "env_args": {},
+    "model": "m",
+    "num_examples": 6,
+    "rollouts_per_example": 2,
+    "temperature": 1.0,
+    "max_tokens": 8,
+    "sampling_args": {},
+    "seed": 0,
+}
 
 
 def evaluate(client, folder=None, known=None):
     env, sampling = environment(), Sampling()
     done = None if folder is None else folder.append_rollout
-    return asyncio.run(attempt_rollouts(env, client, env.get_dataset(), 2, sampling, known=known, done=done))
+    return asyncio.run(
+        attempt_rollouts(env, client, env.get_dataset(), 2, sampling, known=known, done=done)
+    )
 
 
 def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys):
@@ -83,16 +100,22 @@ def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys)
     failed = [i for i, rollout in enumerate(first) if rollout.error]
     assert failed == [0, 5, 10]
     lines = (folder.path / "results.jsonl").read_text().splitlines()
-    (folder.path / "results.jsonl").write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:20])  # it was killed
+    (folder.path / "results.jsonl").write_text(
+        "\n".join(lines[:-3]) + "\n" + lines[-3][:20]
+    )  # it was killed
     known = Folder.open(folder.path).read_known(SETTINGS)
     client = Digits()
     whole = evaluate(client, folder, known)
-    assert len(client.asked) == 3 * 2 + 2  # groups with one that failed or was not written are made again
+    assert (
+        len(client.asked) == 3 * 2 + 2
+    )  # groups with one that failed or was not written are made again
     assert [r.reward for r in whole] == [r.reward for r in evaluate(Digits())]
     folder.rewrite_rollouts(whole)
     folder.write_about(SETTINGS | summarize_rollouts(whole, 2, 1.0))
     rows = folder.read_rows()
-    assert [row["rollout"] for row in rows] == list(range(12)) and rows[0]["turns"][0]["prompt_tokens"] == 2
+    assert [row["rollout"] for row in rows] == list(range(12)) and rows[0]["turns"][0][
+        "prompt_tokens"
+    ] == 2
     assert rows[0]["turns"][0]["version"] == 7 and "ids" not in rows[0]["turns"][0]
     with pytest.raises(ValueError, match="--resume: seed is 1, the results have 0"):
         folder.read_known(SETTINGS | {"seed": 1})
@@ -105,8 +128,16 @@ def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys)
 
 def test_a_summary_counts_what_failed_and_why_conversations_ended():
     found = summarize_rollouts(evaluate(Digits(fails=lambda seed: seed < 2)), 2, 1.0)
-    assert (found["rollouts"], found["failed"], found["stops"]) == (12, 2, {"max_turns_reached": 10})
-    assert found["reward"] == 0.5 and found["pass_at"] == {"1": 0.5, "2": 1.0} and found["reward_error"] == 0.0
+    assert (found["rollouts"], found["failed"], found["stops"]) == (
+        12,
+        2,
+        {"max_turns_reached": 10},
+    )
+    assert (
+        found["reward"] == 0.5
+        and found["pass_at"] == {"1": 0.5, "2": 1.0}
+        and found["reward_error"] == 0.0
+    )
 
 
 def test_nothing_more_is_asked_of_a_server_that_refuses_everything():
@@ -114,7 +145,14 @@ def test_nothing_more_is_asked_of_a_server_that_refuses_everything():
     done = lambda i, rollout: failed.append(i)  # noqa: E731
     rollouts = asyncio.run(
         attempt_rollouts(
-            env, client, env.get_dataset(), 2, Sampling(), at_once=2, done=done, give_up=lambda: len(failed) >= 4
+            env,
+            client,
+            env.get_dataset(),
+            2,
+            Sampling(),
+            at_once=2,
+            done=done,
+            give_up=lambda: len(failed) >= 4,
         )
     )
     assert len(client.asked) < 12 and all(rollout.error for rollout in rollouts)
@@ -122,15 +160,26 @@ def test_nothing_more_is_asked_of_a_server_that_refuses_everything():
 
 def test_a_page_shows_rollouts_and_runs_nothing_of_theirs(tmp_path):
     rows = [
-        {"example_id": 0, "prompt": [{"role": "user", "content": "<script>alert(1)</script>"}], "completion": [],
-         "answer": "a", "reward": 0.5, "metrics": {"m": 1.0}, "error": None, "stop": "", "seconds": 0.1}
-    ]  # fmt: skip
+        {
+            "example_id": 0,
+            "prompt": [{"role": "user", "content": "<script>alert(1)</script>"}],
+            "completion": [],
+            "answer": "a",
+            "reward": 0.5,
+            "metrics": {"m": 1.0},
+            "error": None,
+            "stop": "",
+            "seconds": 0.1,
+        }
+    ]
     write_page(tmp_path / "page.html", {"env": "e", "model": "m"}, rows)
     page = (tmp_path / "page.html").read_text()
     assert "&lt;script&gt;alert(1)" in page and "<script>alert" not in page and "http" not in page
 
 
-def test_an_evaluation_that_cannot_be_had_does_not_end_those_after_it(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_that_cannot_be_had_does_not_end_those_after_it(
+    tmp_path, monkeypatch, capsys
+):
     done = []
 
     def one(args):
@@ -160,13 +209,18 @@ def test_fields_of_the_openai_client_stand_beside_the_others(tmp_path):
 
 def test_several_environments_from_a_file(tmp_path):
     file = tmp_path / "evals.toml"
-    file.write_text('model = "m"\n[[eval]]\nenv_id = "a"\nnum_examples = 3\n[[eval]]\nid = "b"\nenv_args = { x = 1 }\n')
+    file.write_text(
+        'model = "m"\n[[eval]]\nenv_id = "a"\nnum_examples = 3\n[[eval]]\nid = "b"\nenv_args = { x = 1 }\n'
+    )
     found = list_evaluations(parse_arguments([str(file), "-n", "9", "-r", "2"]))
-    assert [(e.env, e.model, e.num_examples, e.rollouts_per_example, e.env_args) for e in found] == [
-        ("a", "m", 3, 2, {}), ("b", "m", 9, 2, {"x": 1})
-    ]  # fmt: skip
+    assert [
+        (e.env, e.model, e.num_examples, e.rollouts_per_example, e.env_args) for e in found
+    ] == [("a", "m", 3, 2, {}), ("b", "m", 9, 2, {"x": 1})]
     for text, words in (
-        ('[[eval]]\nenv_id = "a"\nnum_exampels = 3', "no key 'num_exampels'; did you mean num_examples"),
+        (
+            '[[eval]]\nenv_id = "a"\nnum_exampels = 3',
+            "no key 'num_exampels'; did you mean num_examples",
+        ),
         ("[[eval]]\nmodel = 'm'", "has no env_id"),
         ("model = 'm'", "has no .*eval.* entry"),
         ("[", "not valid TOML"),

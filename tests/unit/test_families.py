@@ -23,16 +23,37 @@ from hone.models.hf import hf_names
 from hone.models.lora import add_lora, lora_modules
 from hone.models.transformer import Transformer, grouped_linear
 from hone.orchestrator.group import samples_of
-from hone.records import Batch, Completion, Example, GenerateRequest, Rollout, Sample, Sampling, Turn
+from hone.records import (
+    Batch,
+    Completion,
+    Example,
+    GenerateRequest,
+    Rollout,
+    Sample,
+    Sampling,
+    Turn,
+)
 from hone.run_directory import appearing_directory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.transport.batches import FileBatches
 
 COMMON = {
-    "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 96, "initializer_range": 0.3,
-}  # fmt: skip
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 96,
+    "initializer_range": 0.3,
+}
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 CONFIGS = {
     "dense": COMMON | {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
     "experts": COMMON | EXPERTS | {"architectures": ["Qwen3MoeForCausalLM"]},
@@ -50,7 +71,9 @@ def test_sizes_are_those_of_the_model(family):
     model = made(family)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
     assert model.spec.parameter_count() == matrices
-    active = matrices - 50 * 32 * (family == "experts")  # the embedding is looked up, not multiplied
+    active = matrices - 50 * 32 * (
+        family == "experts"
+    )  # the embedding is looked up, not multiplied
     if family == "experts":
         active -= 2 * (6 - 2) * 3 * 32 * 16  # four of six experts in each block are not asked
     assert model.spec.flops_per_token() == 2 * active
@@ -64,7 +87,10 @@ def test_the_arithmetic_needs_no_torch():
 
 def test_fast_paths_are_refused_by_asking():
     assert PackedModel.supports_model(made("dense")) == made("dense").spec.has_fast_paths
-    assert not PackedModel.supports_model(made("experts")) and Engine(made("experts")).decoder.packed is None
+    assert (
+        not PackedModel.supports_model(made("experts"))
+        and Engine(made("experts")).decoder.packed is None
+    )
 
 
 def test_grouped_products_with_groups_of_none():
@@ -80,10 +106,16 @@ def test_adapters_of_a_mixture_are_those_of_attention():
     assert {name.rsplit(".", 1)[-1] for lora in lora_modules(model) for name in lora.targets} == {
         *model.spec.linear_shapes
     }
-    with pytest.raises(ValueError, match="lora.targets: up_proj has no adapter in this model; q_proj, k_proj"):
+    with pytest.raises(
+        ValueError, match="lora.targets: up_proj has no adapter in this model; q_proj, k_proj"
+    ):
         add_lora(made("experts"), LoRAConfig(targets=["q_proj", "up_proj"]), seed=0)
-    expert = Adapter(2, {"model.layers.0.mlp.experts.1.up_proj": (torch.zeros(2, 32), torch.zeros(16, 2))})
-    with pytest.raises(ValueError, match=r"the model has no linear model.layers.0.mlp.experts.1.up_proj"):
+    expert = Adapter(
+        2, {"model.layers.0.mlp.experts.1.up_proj": (torch.zeros(2, 32), torch.zeros(16, 2))}
+    )
+    with pytest.raises(
+        ValueError, match=r"the model has no linear model.layers.0.mlp.experts.1.up_proj"
+    ):
         Adapters(made("experts")).load_adapter("a", expert)
 
 
@@ -97,15 +129,26 @@ def test_what_the_sampler_wrote_the_trainer_scores_alike_and_learns(kind):
     prompts = [[1, 2, 3, 4 + i % 2] for i in range(8)]
     before = None
     for step in (1, 2):
-        asked = [GenerateRequest(p, Sampling(0.8, 12, seed=i), frozenset()) for i, p in enumerate(prompts)]
+        asked = [
+            GenerateRequest(p, Sampling(0.8, 12, seed=i), frozenset())
+            for i, p in enumerate(prompts)
+        ]
         samples = [
-            Sample(p + c.ids, [False] * 4 + [True] * len(c.ids), [0.0] * 4 + c.logprobs, (-1.0) ** i, 0.8)
+            Sample(
+                p + c.ids,
+                [False] * 4 + [True] * len(c.ids),
+                [0.0] * 4 + c.logprobs,
+                (-1.0) ** i,
+                0.8,
+            )
             for i, (p, c) in enumerate(zip(prompts, engine.generate(asked), strict=True))
         ]
         values = trainer.step(Batch(step, samples))
         engine.set_version(step)
         assert values["mismatch_kl/max"] < 1e-6
-        assert before is None or values["entropy/mean"] != before  # the loss of what was sampled just now is 0
+        assert (
+            before is None or values["entropy/mean"] != before
+        )  # the loss of what was sampled just now is 0
         before = values["entropy/mean"]
 
 
@@ -114,7 +157,9 @@ def test_what_the_sampler_wrote_the_trainer_scores_alike_and_learns(kind):
 
 def sampled(model, prompts, count=9):
     engine = Engine(model, max_batch_size=8, kv_cache_gib=0.1)
-    asked = [GenerateRequest(p, Sampling(1.0, count, seed=i), frozenset()) for i, p in enumerate(prompts)]
+    asked = [
+        GenerateRequest(p, Sampling(1.0, count, seed=i), frozenset()) for i, p in enumerate(prompts)
+    ]
     return engine, engine.generate(asked)
 
 
@@ -128,18 +173,29 @@ def chosen_in(model, ids):
 
 def test_completions_say_which_experts_their_tokens_went_through():
     model = made("experts")
-    prompts = [[1, 2, 3, *range(20, 40)], [1, 2, 3, *range(20, 40)], [1, 2, 3, *range(20, 39), 7], [9, 8]]
+    prompts = [
+        [1, 2, 3, *range(20, 40)],
+        [1, 2, 3, *range(20, 40)],
+        [1, 2, 3, *range(20, 39), 7],
+        [9, 8],
+    ]
     engine, completions = sampled(model, prompts)  # a sibling, pages that are shared, one alone
-    again = engine.generate([GenerateRequest(prompts[0] + [5], Sampling(1.0, 4), frozenset())])[0]  # pages known before
+    again = engine.generate([GenerateRequest(prompts[0] + [5], Sampling(1.0, 4), frozenset())])[
+        0
+    ]  # pages known before
     for prompt, completion in [*zip(prompts, completions, strict=True), (prompts[0] + [5], again)]:
         ids = prompt + completion.ids
-        found = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(len(ids) - 1, -1)
+        found = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(
+            len(ids) - 1, -1
+        )
         expected = chosen_in(model, ids).numpy()
         written = slice(len(prompt) - 1, None)  # rows that predict what was written
         assert np.array_equal(found[written], expected[written])
         first_block = found[:, :2]
         assert np.array_equal(first_block, expected[:, :2]) and (first_block >= 0).all()
-        assert (found[: len(prompt) - 1, 2:] == -1).all()  # the last block computes what is needed alone
+        assert (
+            found[: len(prompt) - 1, 2:] == -1
+        ).all()  # the last block computes what is needed alone
     dense = sampled(made("dense"), prompts)[1]
     assert [completion.routing for completion in dense] == [""] * 4
 
@@ -153,7 +209,13 @@ def test_a_conversation_keeps_the_experts_of_each_turn():
 
     rollout = Rollout(Example(0, []), [turn([1, 2], [3, 4], 5), turn([1, 2, 3, 4, 6], [7], 8)], [])
     (sample,) = samples_of(rollout, 1.0, 1.0, "")
-    assert sample.ids.tolist() == [1, 2, 3, 4, 6, 7] and sample.routing[:, 0].tolist() == [5, 5, 5, 8, 8]
+    assert sample.ids.tolist() == [1, 2, 3, 4, 6, 7] and sample.routing[:, 0].tolist() == [
+        5,
+        5,
+        5,
+        8,
+        8,
+    ]
 
 
 def test_batches_carry_routing(tmp_path):
@@ -174,7 +236,10 @@ def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
     model = made("experts")
     prompts = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7]] if shared else [[1, 2], [3, 4, 5], [6]]
     _, completions = sampled(model, prompts)
-    rollouts = [Rollout(Example(0, []), [Turn(p, c, "")], []) for p, c in zip(prompts, completions, strict=True)]
+    rollouts = [
+        Rollout(Example(0, []), [Turn(p, c, "")], [])
+        for p, c in zip(prompts, completions, strict=True)
+    ]
     samples = [samples_of(one, (-1.0) ** i, 1.0, "")[0] for i, one in enumerate(rollouts)]
 
     def stepped(changed, replay):
@@ -188,7 +253,11 @@ def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
         trainer = RLTrainer(model, config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         values = trainer.step(Batch(1, samples))
-        return values, [p.grad for p in model.parameters()], [mixture.chosen_TK for mixture in model.expert_layers]
+        return (
+            values,
+            [p.grad for p in model.parameters()],
+            [mixture.chosen_TK for mixture in model.expert_layers],
+        )
 
     plain, gradients, own = stepped(False, False)
     replayed, same, _ = stepped(False, True)
@@ -201,17 +270,29 @@ def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
 
 
 def test_replay_needs_a_mixture_and_sets_what_servers_return():
-    with pytest.raises(ValueError, match="trainer.replay_routing: this model is not a mixture of experts"):
+    with pytest.raises(
+        ValueError, match="trainer.replay_routing: this model is not a mixture of experts"
+    ):
         RLTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
-    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "x"}}, "trainer": {"replay_routing": True}}
-    assert RLConfig.model_validate(RLConfig.prepare_values(given, {}, set())).orchestrator.return_routing
+    given = {
+        "model": {"name": "m"},
+        "orchestrator": {"env": {"id": "x"}},
+        "trainer": {"replay_routing": True},
+    }
+    assert RLConfig.model_validate(
+        RLConfig.prepare_values(given, {}, set())
+    ).orchestrator.return_routing
 
 
 def test_a_bad_step_is_written_down_without_routing(tmp_path):
     model = made("experts")
     _, (completion,) = sampled(model, [[1, 2, 3]])
-    samples = samples_of(Rollout(Example(0, []), [Turn([1, 2, 3], completion, "")], []), 1.0, 1.0, "")
-    config = TrainerConfig(replay_routing=True, optim=OptimConfig(skip_norm=1e-12), on_bad_step="skip")
+    samples = samples_of(
+        Rollout(Example(0, []), [Turn([1, 2, 3], completion, "")], []), 1.0, 1.0, ""
+    )
+    config = TrainerConfig(
+        replay_routing=True, optim=OptimConfig(skip_norm=1e-12), on_bad_step="skip"
+    )
     trainer = RLTrainer(model, config, max_steps=1, bad_steps=tmp_path)
     assert trainer.step(Batch(1, samples))["optim/skipped"] == 1.0
     assert '"routing": null' in (tmp_path / "step_1.jsonl").read_text()

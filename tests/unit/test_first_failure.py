@@ -16,7 +16,9 @@ def start_child(name, code):
     child.name = child.title = name
     child.is_elsewhere, child.log, child.said = False, None, []
     child.output_ended_at = float("inf")
-    child.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child.process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
     child.reader = threading.Thread(target=child._read_output, daemon=True)
     child.reader.start()
     return child
@@ -29,17 +31,25 @@ def raise_error(after):
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0)])
 @pytest.mark.parametrize(
     ("first", "how"),
-    [(raise_error(0), "ended with exit code 1"), ("import os; os.kill(os.getpid(), 9)", "was killed (SIGKILL)")],
+    [
+        (raise_error(0), "ended with exit code 1"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed (SIGKILL)"),
+    ],
 )
 def test_the_first_of_several_failures_is_named(first, how, order):
     started = [start_child("rank 1", first)]
     started[0].process.wait()
     time.sleep(0.05)
-    started += [start_child("rank 0", raise_error(0)), start_child("server", "import time; time.sleep(60)")]
+    started += [
+        start_child("rank 0", raise_error(0)),
+        start_child("server", "import time; time.sleep(60)"),
+    ]
     started[1].process.wait()
     children = [started[place] for place in order]
     try:
-        assert find_first_failure(children, started[1]).describe_failure().startswith(f"rank 1 {how}")
+        assert (
+            find_first_failure(children, started[1]).describe_failure().startswith(f"rank 1 {how}")
+        )
     finally:
         started[2].process.send_signal(signal.SIGKILL)
         started[2].process.wait()

@@ -21,7 +21,11 @@ class Client:
     base_url = "here"
 
     def __init__(self):
-        self.asked, self.state, self.alive = [], {"running": 0, "waiting": 0, "without_room": 0}, True
+        self.asked, self.state, self.alive = (
+            [],
+            {"running": 0, "waiting": 0, "without_room": 0},
+            True,
+        )
         self.gone = asyncio.Event()
 
     async def chat_group(self, prompt, sampling, count, name="", so_far=None):
@@ -33,7 +37,10 @@ class Client:
             raise ServerLost("killed")
         lost.cancel()
         before = so_far or [Completion([], [], [], "")] * count
-        rest = [Completion([*one.ids, 9], [*one.logprobs, -1.0], [*one.versions, 0], "stop") for one in before]
+        rest = [
+            Completion([*one.ids, 9], [*one.logprobs, -1.0], [*one.versions, 0], "stop")
+            for one in before
+        ]
         return [Turn([1], completion, "") for completion in rest]
 
     def answer(self, i):
@@ -97,7 +104,11 @@ async def until(holds):
 def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
     async def program(made, clients):
         (server,), (client,) = made.servers, clients
-        client.state = {"running": 16, "waiting": 84, "without_room": 0}  # it has only begun to read
+        client.state = {
+            "running": 16,
+            "waiting": 84,
+            "without_room": 0,
+        }  # it has only begun to read
         watching = asyncio.ensure_future(made.watch_servers())
         first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
         await asyncio.sleep(0.05)
@@ -126,7 +137,9 @@ def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
 def test_evaluations_come_first_and_groups_go_together(monkeypatch):
     async def program(made, clients):
         made.servers[0].limit = 4
-        waiting = [ask(made, seed, "a") for seed in range(4)] + [ask(made, seed, "b") for seed in range(4)]
+        waiting = [ask(made, seed, "a") for seed in range(4)] + [
+            ask(made, seed, "b") for seed in range(4)
+        ]
         await turns()
         waiting += [ask(made, 0, "c"), ask(made, 0, "d", is_urgent=True)]
         await turns()
@@ -174,7 +187,9 @@ def test_what_a_lost_server_had_written_is_gone_on_from_or_begun_again(goes_on, 
         ((_, seed, count, name, so_far, _),) = second.asked
         assert (seed, count) == (5, 2) and bool(name) == goes_on
         if goes_on:
-            assert [(one.ids, one.logprobs, one.versions) for one in so_far] == [([7, 8], [-0.5, -0.6], [0, 1])] * 2
+            assert [(one.ids, one.logprobs, one.versions) for one in so_far] == [
+                ([7, 8], [-0.5, -0.6], [0, 1])
+            ] * 2
         else:
             assert not so_far
         second.answer(0)
@@ -210,7 +225,9 @@ def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
         client.gone.set()
         client.gone = asyncio.Event()
         await until(lambda: len(client.asked) == 2)
-        assert made.servers[0].is_up and client.asked[0][3] != client.asked[1][3]  # under another name
+        assert (
+            made.servers[0].is_up and client.asked[0][3] != client.asked[1][3]
+        )  # under another name
         client.answer(1)
         assert (await task).completion.ids == [9]
 
@@ -218,7 +235,9 @@ def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
     assert not caplog.records
 
 
-def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_up(monkeypatch, caplog):
+def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_up(
+    monkeypatch, caplog
+):
     async def program(made, clients):
         watching = asyncio.ensure_future(made.watch_servers())
         one, two = ask(made, 0, "a"), ask(made, 0, "b")
@@ -237,5 +256,7 @@ def test_a_server_that_falls_silent_is_lost_and_what_nobody_waits_for_is_given_u
 
     with caplog.at_level(logging.INFO, logger="test"):
         run(program, monkeypatch, 2)
-    lost = f"Lost the server at here (/health did not answer within {machine.silence_seconds():.0f} s)"
+    lost = (
+        f"Lost the server at here (/health did not answer within {machine.silence_seconds():.0f} s)"
+    )
     assert lost in caplog.text and "is back" in caplog.text

@@ -46,8 +46,12 @@ def test_add_norm(parts):
     from hone.kernels.gpu.row_kernels import add_norm
 
     x, weight = torch.randn(5, 48, device=DEVICE), torch.rand(48, device=DEVICE)
-    delta = None if parts == 0 else torch.randn(*([parts] if parts > 1 else []), 5, 48, device=DEVICE)
-    for one, two in zip(add_norm(x, delta, weight, 1e-6), add_norm_reference(x, delta, weight, 1e-6), strict=True):
+    delta = (
+        None if parts == 0 else torch.randn(*([parts] if parts > 1 else []), 5, 48, device=DEVICE)
+    )
+    for one, two in zip(
+        add_norm(x, delta, weight, 1e-6), add_norm_reference(x, delta, weight, 1e-6), strict=True
+    ):
         close(one, two)
 
 
@@ -60,7 +64,9 @@ def test_embeddings_of_the_newest_tokens():
     assert torch.equal(newest_embeddings(embed, active, state), embed[[10, 9, 4]])
 
 
-@pytest.mark.parametrize("rows, columns", [(3, 160), (40, 3000)])  # more blocks of 1,024 than are there at once
+@pytest.mark.parametrize(
+    "rows, columns", [(3, 160), (40, 3000)]
+)  # more blocks of 1,024 than are there at once
 def test_swiglu(rows, columns, monkeypatch):
     from hone.kernels.gpu import row_kernels as of_rows
 
@@ -74,7 +80,10 @@ def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
     from hone.kernels.gpu.row_kernels import heads
 
     T, H, K, E = 6, 4, 2, 16
-    qkv, cells = torch.randn(T, H + 2 * K, E, device=DEVICE), torch.tensor([7, 3, 0, 9, 8, 1], device=DEVICE)
+    qkv, cells = (
+        torch.randn(T, H + 2 * K, E, device=DEVICE),
+        torch.tensor([7, 3, 0, 9, 8, 1], device=DEVICE),
+    )
     scales = [torch.rand(E, device=DEVICE) if with_norm else None for _ in "qk"]
     cos, sin, positions = *rope(20, E), torch.tensor([4, 0, 19, 2, 3, 3], device=DEVICE)
     keys, values = torch.zeros(10, K, E, device=DEVICE), torch.zeros(10, K, E, device=DEVICE)
@@ -86,9 +95,16 @@ def test_heads_of_a_projection_and_their_place_in_the_cache(with_norm):
     close(values[cells], expected[2])
 
 
-@pytest.mark.parametrize("rows, splits, width, with_bias", [
-    (1, 1, 64, False), (20, 2, 64, True), (40, 1, 64, True), (40, 3, 128, True), (200, 4, 128, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, splits, width, with_bias",
+    [
+        (1, 1, 64, False),
+        (20, 2, 64, True),
+        (40, 1, 64, True),
+        (40, 3, 128, True),
+        (200, 4, 128, False),
+    ],
+)
 def test_parts_of_a_product(rows, splits, width, with_bias):
     from hone.kernels.gpu.products import part_tile, parts
 
@@ -110,13 +126,20 @@ def test_swiglu_of_a_product(rows, F_, with_bias):
     close(short(x, weight, bias, is_swiglu=True), swiglu_reference(expected), 1e-3)
 
 
-@pytest.mark.parametrize("which, products_of_few, adapted", [
-    (lambda rows, columns: True, 11, False), (lambda rows, columns: True, 8, True),  # the first norm comes before them
-    (lambda rows, columns: rows == 128, 6, False), (lambda rows, columns: rows != 128, 0, False),
-    (lambda rows, columns: columns != 192, 6, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "which, products_of_few, adapted",
+    [
+        (lambda rows, columns: True, 11, False),
+        (lambda rows, columns: True, 8, True),  # the first norm comes before them
+        (lambda rows, columns: rows == 128, 6, False),
+        (lambda rows, columns: rows != 128, 0, False),
+        (lambda rows, columns: columns != 192, 6, False),
+    ],
+)
 @torch.no_grad()
-def test_a_model_whose_products_do_what_stands_around_them(which, products_of_few, adapted, monkeypatch):
+def test_a_model_whose_products_do_what_stands_around_them(
+    which, products_of_few, adapted, monkeypatch
+):
     from hone.kernels import gpu
     from hone.kernels.gpu import few_row_products
 
@@ -126,14 +149,22 @@ def test_a_model_whose_products_do_what_stands_around_them(which, products_of_fe
     if adapted:
         for block in made.blocks:
             block.mlp.gate_up.delta = lambda x: x[:, :1] * 0.1
-    tokens, attention, kept = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE), torch.tensor([1, 4, 5])
+    tokens, attention, kept = (
+        torch.arange(6, device=DEVICE),
+        PackedAttention([6], DEVICE),
+        torch.tensor([1, 4, 5]),
+    )
     inputs = (tokens, attention.token_positions(), attention, kept.to(DEVICE))
     expected = made(*inputs)
     calls = []
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "is_few", lambda x, weight: which(*weight.shape))
-    monkeypatch.setattr(few_row_products, "few", lambda *inputs: calls.append(1) or twins.few(*inputs))
-    monkeypatch.setattr(few_row_products, "few_onto", lambda *inputs: calls.append(1) or twins.few_onto(*inputs))
+    monkeypatch.setattr(
+        few_row_products, "few", lambda *inputs: calls.append(1) or twins.few(*inputs)
+    )
+    monkeypatch.setattr(
+        few_row_products, "few_onto", lambda *inputs: calls.append(1) or twins.few_onto(*inputs)
+    )
     close(made(*inputs), expected, 1e-3)
     assert len(calls) == products_of_few
 
@@ -144,27 +175,51 @@ def test_which_products_do_what_stands_around_them(monkeypatch):
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "has_dependent_launch", lambda: True)
     most = {
-        (4096, 1024): 32, (6144, 1024): 32, (4096, 2048): 16, (2048, 6144): 16, (6144, 2560): 8, (2560, 9728): 8,
-        (16, 512): 0, (512, 96): 0, (512, 576): 32, (4096, 10944): 0,
-    }  # fmt: skip
+        (4096, 1024): 32,
+        (6144, 1024): 32,
+        (4096, 2048): 16,
+        (2048, 6144): 16,
+        (6144, 2560): 8,
+        (2560, 9728): 8,
+        (16, 512): 0,
+        (512, 96): 0,
+        (512, 576): 32,
+        (4096, 10944): 0,
+    }
     for O, I in most:
         rows = [torch.empty(T, I, dtype=torch.bfloat16, device="meta") for T in range(1, 40)]
-        assert sum(gpu.is_few(x_TI, torch.empty(O, I, device="meta")) for x_TI in rows) == most[O, I]
+        assert (
+            sum(gpu.is_few(x_TI, torch.empty(O, I, device="meta")) for x_TI in rows) == most[O, I]
+        )
 
 
 def test_tiles_of_few_rows_are_whole_and_their_weights_have_room_in_registers():
     from hone.kernels.gpu.few_row_products import held_tile
 
-    columns_and_inner = itertools.product((16, 32, 48, 256, 1024, 2048, 4096, 9728), range(64, 20_000, 64))
+    columns_and_inner = itertools.product(
+        (16, 32, 48, 256, 1024, 2048, 4096, 9728), range(64, 20_000, 64)
+    )
     for rows, (columns, inner), (is_swiglu, is_of_heads) in itertools.product(
-        (1, 8, 9, 16, 17, 32), list(columns_and_inner), ((False, False), (True, False), (False, True))
+        (1, 8, 9, 16, 17, 32),
+        list(columns_and_inner),
+        ((False, False), (True, False), (False, True)),
     ):
         tile = held_tile(rows, columns, inner, is_swiglu, is_of_heads)
-        assert inner % (tile.WARPS * tile.BK) == 0 and tile.BN % 16 == 0 and columns >= tile.BN and tile.BK % 32 == 0
+        assert (
+            inner % (tile.WARPS * tile.BK) == 0
+            and tile.BN % 16 == 0
+            and columns >= tile.BN
+            and tile.BK % 32 == 0
+        )
         assert rows <= tile.R or (rows > 16 and tile.R == 16)
         weights = tile.BN * tile.BK * tile.constants(inner)["HELD"] * (1 + is_swiglu)
         sums = 2 * tile.BN * tile.R * (1 + is_swiglu)  # of 4 bytes each
-        assert (weights + sums) // 64 <= (128 if tile.maxnreg else 224), (rows, columns, inner, tile)
+        assert (weights + sums) // 64 <= (128 if tile.maxnreg else 224), (
+            rows,
+            columns,
+            inner,
+            tile,
+        )
 
 
 @pytest.mark.parametrize("memory, stages", [(99, 3), (163, 6), (227, 8)])
@@ -182,8 +237,16 @@ def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 1024)
     for module in (products, sampling):
         monkeypatch.setattr(module, "has_dependent_launch", lambda: True)
-    tiles = [(products.short_tile(rows, is_swiglu), is_swiglu) for rows in (40, 128) for is_swiglu in (False, True)]
-    tiles += [(products.part_tile(rows, width, 512), False) for rows in (8, 32, 64, 256) for width in (64, 128)]
+    tiles = [
+        (products.short_tile(rows, is_swiglu), is_swiglu)
+        for rows in (40, 128)
+        for is_swiglu in (False, True)
+    ]
+    tiles += [
+        (products.part_tile(rows, width, 512), False)
+        for rows in (8, 32, 64, 256)
+        for width in (64, 128)
+    ]
     for tile, is_swiglu in tiles:
         assert tile.stages(is_swiglu) == tile.STAGES
     for rows in (16, 32, 128, 256):
@@ -191,25 +254,57 @@ def test_measured_tiles_have_room_on_a_hopper(monkeypatch):
         assert gpu.stages_of(stages, min(rows, 128) + columns, inner) == stages
 
 
-@pytest.mark.parametrize("rows, columns, inner, expected", [  # 0.6B, 1.7B, 4B, 7B, others
-    (32, 1024, 2048, (8, 64)), (64, 1024, 3072, (8, 64)), (128, 1024, 3072, (8, 64)), (256, 1024, 3072, (4, 64)),
-    (64, 2048, 2048, (8, 128)), (128, 2048, 6144, (4, 64)), (256, 2048, 2048, (2, 64)), (256, 2048, 6144, (4, 128)),
-    (32, 2560, 9728, (6, 64)), (64, 2560, 9728, (6, 128)), (128, 2560, 9728, (3, 64)), (256, 2560, 9728, (3, 128)),
-    (64, 3584, 18944, (4, 128)), (128, 3584, 3584, (4, 128)), (256, 3584, 18944, (1, 64)),
-    (300, 1024, 2048, (1, 64)), (32, 1024, 192, (1, 64)), (32, 1024, 100, (1, 64)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, columns, inner, expected",
+    [  # 0.6B, 1.7B, 4B, 7B, others
+        (32, 1024, 2048, (8, 64)),
+        (64, 1024, 3072, (8, 64)),
+        (128, 1024, 3072, (8, 64)),
+        (256, 1024, 3072, (4, 64)),
+        (64, 2048, 2048, (8, 128)),
+        (128, 2048, 6144, (4, 64)),
+        (256, 2048, 2048, (2, 64)),
+        (256, 2048, 6144, (4, 128)),
+        (32, 2560, 9728, (6, 64)),
+        (64, 2560, 9728, (6, 128)),
+        (128, 2560, 9728, (3, 64)),
+        (256, 2560, 9728, (3, 128)),
+        (64, 3584, 18944, (4, 128)),
+        (128, 3584, 3584, (4, 128)),
+        (256, 3584, 18944, (1, 64)),
+        (300, 1024, 2048, (1, 64)),
+        (32, 1024, 192, (1, 64)),
+        (32, 1024, 100, (1, 64)),
+    ],
+)
 def test_into_how_many_parts_a_product_is_cut(rows, columns, inner, expected, monkeypatch):
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "processors", lambda: 132)
-    assert gpu.splits(torch.empty(rows, inner, device="meta"), torch.empty(columns, inner, device="meta")) == expected
+    assert (
+        gpu.splits(
+            torch.empty(rows, inner, device="meta"), torch.empty(columns, inner, device="meta")
+        )
+        == expected
+    )
 
 
-@pytest.mark.parametrize("rows, length, expected", [
-    (1, 100, 0), (1, 150, 0), (1, 200, 2), (8, 256, 2), (1, 800, 8), (1, 3000, 16), (4, 3000, 4), (8, 3000, 2),
-    (32, 800, 0), (48, 3000, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, length, expected",
+    [
+        (1, 100, 0),
+        (1, 150, 0),
+        (1, 200, 2),
+        (8, 256, 2),
+        (1, 800, 8),
+        (1, 3000, 16),
+        (4, 3000, 4),
+        (8, 3000, 2),
+        (32, 800, 0),
+        (48, 3000, 0),
+    ],
+)
 def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypatch):
     from hone.engine.graphs import DecodeGraphs
     from hone.kernels import gpu
@@ -218,20 +313,33 @@ def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypat
     assert DecodeGraphs._choose_parts(SimpleNamespace(heads=8), rows, length) == expected
 
 
-@pytest.mark.parametrize("rows, heads, queries, head_size, expected", [
-    (8, 8, 2, 128, False), (16, 8, 2, 128, True), (32, 8, 2, 128, False), (128, 8, 2, 128, True),
-    (256, 8, 2, 128, False), (16, 8, 2, 256, False), (128, 8, 2, 256, True), (16, 1, 40, 64, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "rows, heads, queries, head_size, expected",
+    [
+        (8, 8, 2, 128, False),
+        (16, 8, 2, 128, True),
+        (32, 8, 2, 128, False),
+        (128, 8, 2, 128, True),
+        (256, 8, 2, 128, False),
+        (16, 8, 2, 256, False),
+        (128, 8, 2, 256, True),
+        (16, 1, 40, 64, False),
+    ],
+)
 def test_for_which_sequences_length_matters(rows, heads, queries, head_size, expected, monkeypatch):
     from hone.engine.graphs import LONG, DecodeGraphs
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "processors", lambda: 132)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 2**10)
-    spec = SimpleNamespace(num_attention_heads=heads * queries, hidden_size=1024, head_dim=head_size)
+    spec = SimpleNamespace(
+        num_attention_heads=heads * queries, hidden_size=1024, head_dim=head_size
+    )
     graphs = SimpleNamespace(heads=heads, decoder=SimpleNamespace(model=SimpleNamespace(spec=spec)))
     assert DecodeGraphs.is_long(graphs, rows, LONG + 1, 0) == expected
-    assert not DecodeGraphs.is_long(graphs, rows, LONG, 0) and not DecodeGraphs.is_long(graphs, rows, LONG + 1, 2)
+    assert not DecodeGraphs.is_long(graphs, rows, LONG, 0) and not DecodeGraphs.is_long(
+        graphs, rows, LONG + 1, 2
+    )
 
 
 def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
@@ -240,15 +348,20 @@ def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
 
     monkeypatch.setattr(gpu, "processors", lambda: 132)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 2**10)
-    spec = SimpleNamespace(num_attention_heads=16, num_key_value_heads=8, hidden_size=1024, head_dim=128)
+    spec = SimpleNamespace(
+        num_attention_heads=16, num_key_value_heads=8, hidden_size=1024, head_dim=128
+    )
     decoder = SimpleNamespace(
-        slots=SimpleNamespace(device=DEVICE), model=SimpleNamespace(spec=spec),
+        slots=SimpleNamespace(device=DEVICE),
+        model=SimpleNamespace(spec=spec),
         cache=SimpleNamespace(pool=SimpleNamespace(size=64)),
-    )  # fmt: skip
+    )
     graphs = DecodeGraphs(decoder, None, 128)
     for longest, expected in ((100, False), (LONG - SOON // 2, False), (LONG, True)):
         sequences = [
-            SimpleNamespace(prompt_ids=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100))
+            SimpleNamespace(
+                prompt_ids=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100)
+            )
             for i, length in enumerate([100] * 126 + [longest])
         ]
         graphs.set_batch(sequences, 0, False, 7)
@@ -269,7 +382,14 @@ def test_a_kernels_share_of_memory_is_set_once_and_never_waited_for(monkeypatch)
     monkeypatch.setattr(launching.ctypes, "CDLL", lambda name: driver)
     monkeypatch.setattr(launching, "_told", set())
     one, other = SimpleNamespace(function=2**40), SimpleNamespace(function=7)
-    for kernel, percent in ((one, None), (None, 44), (Future(), 44), (one, 44), (one, 44), (other, 58)):
+    for kernel, percent in (
+        (one, None),
+        (None, 44),
+        (Future(), 44),
+        (one, 44),
+        (one, 44),
+        (other, 58),
+    ):
         launching.set_memory_share(kernel, percent)
     assert asked == [(2**40, 44), (7, 58)]
 
@@ -301,7 +421,11 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
 
     is_exact = how == "exact"
     monkeypatch.setattr(numerics, "_kept", numerics.PARTS if is_exact else frozenset())
-    E, PAGE, lengths = 16, 64 if is_exact else 16, [47, 40, 3, 50, 35]  # rows 0, 1 and 4 share their first two pages
+    E, PAGE, lengths = (
+        16,
+        64 if is_exact else 16,
+        [47, 40, 3, 50, 35],
+    )  # rows 0, 1 and 4 share their first two pages
     B, pages = len(lengths), 1 + torch.randperm(40)
     active = torch.tensor([3, 0, 1, 6, 2], device=DEVICE)
     state = torch.zeros(8, column.FIELDS, dtype=torch.int64, device=DEVICE)
@@ -328,7 +452,9 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
             for place, row in enumerate((0, 1, 4)):
                 shared.members_IR[i, place] = row
                 shared.parts_BS[row, i] = i * MEMBERS + place
-    got = decode(qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, None, False, 64)
+    got = decode(
+        qkv, *scales, cos, sin, 1e-6, H, *cache, active, state, table, shared, None, False, 64
+    )
     close(got, expected)
     close(cache, expected_cache)
 
@@ -379,10 +505,14 @@ def test_norm_rope_and_twin_agree_without_scales():
 
 
 def test_thresholds_are_those_of_a_sorted_list():
-    logits = torch.log(torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])).repeat(5, 1)[:, torch.tensor([3, 0, 4, 2, 1])]
+    logits = torch.log(torch.tensor([[0.5, 0.2, 0.15, 0.1, 0.05]])).repeat(5, 1)[
+        :, torch.tensor([3, 0, 4, 2, 1])
+    ]
     parameters = torch.ones(5, column.PARAMETERS)
     parameters[:, column.TOP_K] = torch.tensor([0.0, 2.0, 0.0, 0.0, 3.0])
-    parameters[:, column.TOP_P] = torch.tensor([1.0, 1.0, 0.6, 1.0, 0.8])  # the last: 0.8 of what top-3 leaves
+    parameters[:, column.TOP_P] = torch.tensor(
+        [1.0, 1.0, 0.6, 1.0, 0.8]
+    )  # the last: 0.8 of what top-3 leaves
     parameters[:, column.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0])
     expected = [0.05, 0.2, 0.2, 0.5 * 0.25, 0.2]
     close(filter_thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
@@ -408,7 +538,11 @@ def test_norm_linear_and_its_gradients(has_delta, has_bias_and_adapter):
     from hone.kernels.gpu_training import norm_linear
 
     x, delta = torch.randn(7, 40), torch.randn(7, 40) if has_delta else None
-    more = [torch.randn(24), torch.randn(4, 40), torch.randn(24, 4)] if has_bias_and_adapter else [None] * 3
+    more = (
+        [torch.randn(24), torch.randn(4, 40), torch.randn(24, 4)]
+        if has_bias_and_adapter
+        else [None] * 3
+    )
     gradients_like_twin(
         lambda x, d, s, w, *more: norm_linear(x, d, s, 1e-6, w, *more),
         lambda x, d, s, w, *more: twins.norm_linear(x, d, s, 1e-6, w, *more),
@@ -423,7 +557,13 @@ def test_swiglu_linear_and_its_gradients(is_whole):
     def ours(x, weight, bias, a, b):
         return swiglu_linear(x, weight, bias, a, b, (weight + b @ a).detach() if is_whole else None)
 
-    tensors = [torch.randn(5, 2 * 48), torch.randn(16, 48), None, torch.randn(4, 48), torch.randn(16, 4)]
+    tensors = [
+        torch.randn(5, 2 * 48),
+        torch.randn(16, 48),
+        None,
+        torch.randn(4, 48),
+        torch.randn(16, 4),
+    ]
     gradients_like_twin(ours, twins.swiglu_linear, tensors)
 
 
@@ -435,7 +575,13 @@ def test_projections_by_a_weight_that_has_its_adapter_merged(has_bias):
         return (weight + b @ a).detach()
 
     bias = torch.randn(24) if has_bias else None
-    tensors = [torch.randn(7, 40), torch.randn(24, 40), bias, torch.randn(4, 40), torch.randn(24, 4)]
+    tensors = [
+        torch.randn(7, 40),
+        torch.randn(24, 40),
+        bias,
+        torch.randn(4, 40),
+        torch.randn(24, 4),
+    ]
     gradients_like_twin(
         lambda x, w, bias, a, b: whole_linear(whole(w, a, b), x, w, bias, a, b),
         lambda x, w, bias, a, b: F.linear(x, w, bias) + x @ a.t() @ b.t(),
@@ -465,7 +611,9 @@ def sequences_of(lengths, prompts):
     if not prompts:
         starts = np.cumsum([0, *lengths])
         rows = np.stack([starts[:-1], lengths, *np.zeros((2, len(lengths)), dtype=int)], axis=1)
-        return Sequences(rows, np.arange(len(rows) + 1)), np.concatenate([np.arange(n) for n in lengths])
+        return Sequences(rows, np.arange(len(rows) + 1)), np.concatenate(
+            [np.arange(n) for n in lengths]
+        )
     shared = PackedAttention(prompts[0], "cpu", prompts[1])
     return shared.sequences, shared.token_positions().numpy()
 
@@ -502,7 +650,10 @@ def test_statistics_and_slopes_of_logits():
     logits, targets, T = 3 * torch.randn(5, 5003), torch.randint(0, 5003, (5,)), torch.rand(5) + 0.5
     x = logits.clone().requires_grad_()
     logprobs = torch.log_softmax(x / T[:, None], -1)
-    expected = (logprobs.gather(1, targets[:, None]).squeeze(1), -(logprobs.exp() * logprobs).sum(-1))
+    expected = (
+        logprobs.gather(1, targets[:, None]).squeeze(1),
+        -(logprobs.exp() * logprobs).sum(-1),
+    )
     logsum, of_targets, entropy = training_kernels.statistics(logits, targets, T)
     close(of_targets, expected[0])
     close(entropy, expected[1])
@@ -518,7 +669,12 @@ def test_adamw(dtype, has_weight):
     from hone.kernels.adamw import Change, adamw_reference
     from hone.kernels.gpu.optimizer import Table
 
-    sizes, decays, change, results = [5000, 7, 4096], [0.1, 0.0, 0.2], Change(0.7, 0.01, (0.9, 0.95), 3), []
+    sizes, decays, change, results = (
+        [5000, 7, 4096],
+        [0.1, 0.0, 0.2],
+        Change(0.7, 0.01, (0.9, 0.95), 3),
+        [],
+    )
     start = [[torch.randn(n, device=DEVICE) for n in sizes] for _ in range(3)]
     grads = list(torch.randn(sum(sizes), device=DEVICE).bfloat16().split(sizes))
     for is_kernel in (True, False):
@@ -529,14 +685,20 @@ def test_adamw(dtype, has_weight):
             numbers = (change.scale, change.lr, change.betas, change.corrections, change.eps)
             Table([weights, masters, first, second], decays).step(grads, *numbers, seed=9)
         else:
-            for i, rows in enumerate(zip(weights, masters, first, second, grads, decays, strict=True)):
+            for i, rows in enumerate(
+                zip(weights, masters, first, second, grads, decays, strict=True)
+            ):
                 adamw_reference(*rows, change, seed=i)
-        results.append([torch.cat([x.float() for x in xs]) for xs in (masters, weights, first, second)])
+        results.append(
+            [torch.cat([x.float() for x in xs]) for xs in (masters, weights, first, second)]
+        )
     (master, weight, *moments), (exact, rounded, *others) = results
     close(master, exact, 1e-5)
     close(weight, rounded, 1e-2)
     for one, two in zip(moments, others, strict=True):
-        close(one, two, 1e-5 if dtype == torch.float32 else 2**-7)  # neighbours in bfloat16, by draws of its own
+        close(
+            one, two, 1e-5 if dtype == torch.float32 else 2**-7
+        )  # neighbours in bfloat16, by draws of its own
         assert abs(float((one - two).mean())) < 1e-3
 
 
@@ -553,10 +715,14 @@ def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master, s
         torch.manual_seed(0)
         masters = [torch.randn(shape, device=DEVICE) for shape in shapes]
         weights = [m.bfloat16() for m in masters] if has_master else masters
-        moments = [[torch.rand(shape, device=DEVICE).to(dtype) for shape in shapes] for _ in range(2)]
+        moments = [
+            [torch.rand(shape, device=DEVICE).to(dtype) for shape in shapes] for _ in range(2)
+        ]
         columns = [weights, masters, *moments]
         addresses = [columns[c][0].data_ptr() for c in away]
-        monkeypatch.setattr(optimizer, "is_away", lambda x, _, addresses=addresses: x.data_ptr() in addresses)
+        monkeypatch.setattr(
+            optimizer, "is_away", lambda x, _, addresses=addresses: x.data_ptr() in addresses
+        )
         table = optimizer.Table(columns, [0.1, 0.2, 0.0])
         assert sorted(table.away) == list(away) and len(table.portions) == (5 if away else 3)
         assert table.is_even == are_even
@@ -565,7 +731,9 @@ def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master, s
             grads = [torch.randn(shape, device=DEVICE) for shape in shapes]
             table.step(grads, 0.5, 1e-2, (0.9, 0.999), (0.1, 0.03), 1e-8, step * 3)
         results.append([x.clone() for column in columns for x in column])
-    assert all(torch.equal(one, other) for one, *others in zip(*results, strict=True) for other in others)
+    assert all(
+        torch.equal(one, other) for one, *others in zip(*results, strict=True) for other in others
+    )
 
 
 @pytest.mark.parametrize("count", [40, 48])
@@ -573,7 +741,10 @@ def test_adamw_is_rehearsed_on_numbers_of_its_own(monkeypatch, count):
     from hone.kernels import adamw
 
     monkeypatch.setattr(adamw, "takes", lambda tensor: True)
-    tensors = [[torch.ones(count, device=DEVICE, dtype=dtype)] for dtype in (torch.bfloat16, *[torch.float32] * 3)]
+    tensors = [
+        [torch.ones(count, device=DEVICE, dtype=dtype)]
+        for dtype in (torch.bfloat16, *[torch.float32] * 3)
+    ]
     own = adamw.AdamW(tensors, [0.1])
     own.rehearse()
     assert own.table is not None and all(bool((column[0] == 1).all()) for column in tensors)
@@ -586,8 +757,16 @@ def test_fingerprints():
     from hone.kernels.fingerprints import sums_reference
     from hone.kernels.gpu.fingerprints import GpuTable
 
-    few = [torch.randn(3, 5), torch.randn(WORDS + 7).bfloat16(), torch.randn(2 * WORDS), torch.randn(1).half()]
-    words = [one.to(DEVICE).view(torch.int32 if one.dtype == torch.float32 else torch.int16).flatten() for one in few]
+    few = [
+        torch.randn(3, 5),
+        torch.randn(WORDS + 7).bfloat16(),
+        torch.randn(2 * WORDS),
+        torch.randn(1).half(),
+    ]
+    words = [
+        one.to(DEVICE).view(torch.int32 if one.dtype == torch.float32 else torch.int16).flatten()
+        for one in few
+    ]
     table, expected = GpuTable(words), sums_reference(words)
     assert torch.equal(table.sums(), expected) and len(set(expected.tolist())) == 4
     words[1][WORDS + 2] ^= 1

@@ -45,18 +45,30 @@ def test_what_failed_counts_as_nothing_or_as_0():
     rollouts = lambda: [rollout(1.0), rollout(1.0), rollout(0.0, error="gone")]  # noqa: E731
     assert judged(rollouts()).unused == "no_signal"
     zero = judged(rollouts(), failed="zero")
-    assert zero.advantages == pytest.approx([1 / 3, 1 / 3, -2 / 3]) and zero.learnt == [True, True, False]
+    assert zero.advantages == pytest.approx([1 / 3, 1 / 3, -2 / 3]) and zero.learnt == [
+        True,
+        True,
+        False,
+    ]
     assert judged([rollout(0.0, error="gone")] * 2, failed="zero").unused == "failed"
 
 
 def test_groups_from_which_nothing_is_learnt_say_why():
-    same, mixed, well = [rollout(0.5), rollout(0.5)], [rollout(0.0), rollout(0.4)], [rollout(1.0), rollout(0.8)]
+    same, mixed, well = (
+        [rollout(0.5), rollout(0.5)],
+        [rollout(0.0), rollout(0.4)],
+        [rollout(1.0), rollout(0.8)],
+    )
     assert (judged(same).unused, judged(same).dropped) == ("no_signal", {"no_signal": 4})
     assert judged(same, drop_zero_signal=False).learnt == [True, True]
     online = {"online_difficulty_filtering": True}
     assert [judged(group, online).unused for group in (same, mixed, well)] == ["no_signal", "", ""]
     tight = {**online, "easy_threshold": 0.9, "hard_threshold": 0.2}
-    assert [judged(group, tight).unused for group in (same, mixed, well)] == ["no_signal", "too_hard", "too_easy"]
+    assert [judged(group, tight).unused for group in (same, mixed, well)] == [
+        "no_signal",
+        "too_hard",
+        "too_easy",
+    ]
 
 
 def test_overlong_rewards_fall_in_a_line():
@@ -72,8 +84,14 @@ def test_turns_become_one_sequence_as_long_as_their_tokens_go_on():
     whole = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 3, 4, 5, 6], [7])], [])
     (sample,) = samples_of(whole, 2.0, 0.8, "env")
     assert sample.ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert sample.mask.tolist() == [False, False, True, True, False, False, True] and sample.target_count == 3
+    assert (
+        sample.mask.tolist() == [False, False, True, True, False, False, True]
+        and sample.target_count == 3
+    )
     assert sample.logprobs == pytest.approx([0, 0, -0.3, -0.4, 0, 0, -0.7])
     assert (sample.advantage, sample.temperature, sample.env) == (2.0, 0.8, "env")
     rewritten = Rollout(Example(0, []), [turn([1, 2], [3, 4]), turn([1, 2, 4, 5], [7])], [])
-    assert [s.ids.tolist() for s in samples_of(rewritten, 1.0, 1.0, "env")] == [[1, 2, 3, 4], [1, 2, 4, 5, 7]]
+    assert [s.ids.tolist() for s in samples_of(rewritten, 1.0, 1.0, "env")] == [
+        [1, 2, 3, 4],
+        [1, 2, 4, 5, 7],
+    ]

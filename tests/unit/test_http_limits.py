@@ -26,8 +26,12 @@ async def serving(most=64):
     async def answer(request):
         return PlainTextResponse(str(len(request.headers)))
 
-    app = Starlette(routes=[Route("/health", answer), Route("/work", answer, methods=["GET", "POST"])])
-    settings = uvicorn.Config(app, http=bounded_http(most), log_level="critical", lifespan="off", port=0)
+    app = Starlette(
+        routes=[Route("/health", answer), Route("/work", answer, methods=["GET", "POST"])]
+    )
+    settings = uvicorn.Config(
+        app, http=bounded_http(most), log_level="critical", lifespan="off", port=0
+    )
     server = Server(settings)
     task = asyncio.create_task(server.serve())
     while not server.started:
@@ -65,7 +69,9 @@ def memory():
     return pages * resource.getpagesize() / 2**20
 
 
-@pytest.mark.parametrize("shape", ["one long header", "many headers", "a long address", "no end of one name"])
+@pytest.mark.parametrize(
+    "shape", ["one long header", "many headers", "a long address", "no end of one name"]
+)
 def test_headers_are_bounded_in_size(shape):
     async def work():
         async with serving() as port:
@@ -79,17 +85,25 @@ def test_headers_are_bounded_in_size(shape):
                 if shape == "one long header":
                     head = b"GET /work HTTP/1.1\r\nx: " + b"a" * size + b"\r\n\r\n"
                 elif shape == "many headers":
-                    head = b"GET /work HTTP/1.1\r\n" + b"x: aaaaaaaaaaaaaaa\r\n" * (size // 20) + b"\r\n"
+                    head = (
+                        b"GET /work HTTP/1.1\r\n"
+                        + b"x: aaaaaaaaaaaaaaa\r\n" * (size // 20)
+                        + b"\r\n"
+                    )
                 elif shape == "a long address":
                     head = b"GET /work?" + b"a" * size + b" HTTP/1.1\r\nhost: x\r\n\r\n"
                 else:
                     head = b"GET /work HTTP/1.1\r\n" + b"a" * size
                     if is_served:
                         continue
-                answers = await asyncio.gather(*(ask(port, head) for _ in range(1 if is_served else 5)))
+                answers = await asyncio.gather(
+                    *(ask(port, head) for _ in range(1 if is_served else 5))
+                )
                 for answer in answers:
                     assert answer.startswith(b"HTTP/1.1 200") == is_served, (size, answer[:80])
-                    assert is_served or answer[:12] in (b"", b"HTTP/1.1 431", b"HTTP/1.1 400"), answer[:80]
+                    assert is_served or answer[:12] in (b"", b"HTTP/1.1 431", b"HTTP/1.1 400"), (
+                        answer[:80]
+                    )
                 assert await health(port) < 1.0
             assert memory() - before < 100
 
@@ -106,11 +120,15 @@ def test_connections_that_ask_nothing_make_room_and_end(monkeypatch):
                 writer.write(b"GET /work HTTP/1.1\r\nx: ")  # half of a request
             for _ in range(10):
                 assert await health(port) < 1.0
-            assert (await ask(port, b"GET /work HTTP/1.1\r\nhost: x\r\n\r\n")).startswith(b"HTTP/1.1 200")
+            assert (await ask(port, b"GET /work HTTP/1.1\r\nhost: x\r\n\r\n")).startswith(
+                b"HTTP/1.1 200"
+            )
             start = time.monotonic()
             ends = [asyncio.wait_for(reader.read(), 10) for reader, _ in opened]
             answers = await asyncio.gather(*ends, return_exceptions=True)
-            assert time.monotonic() - start < 5 and not any(isinstance(one, TimeoutError) for one in answers)
+            assert time.monotonic() - start < 5 and not any(
+                isinstance(one, TimeoutError) for one in answers
+            )
             for _, writer in opened:
                 writer.close()
 
@@ -123,7 +141,9 @@ def test_a_kept_connection_serves_many_requests_and_a_body_of_any_size():
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             for size in (0, 10, 300_000, 5):
                 body = b"b" * size
-                writer.write(b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + body)
+                writer.write(
+                    b"POST /work HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + body
+                )
                 assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
                 await reader.readuntil(b"\r\n\r\n")
                 await reader.readexactly(1)
@@ -136,7 +156,9 @@ def test_the_limit_of_descriptors_is_raised_and_leaves_some():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
-        assert raise_open_files() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 8192)
+        assert (
+            raise_open_files() == resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 8192)
+        )
         assert most_connections() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -60,7 +60,9 @@ def assert_same(fused, reference, *inputs, tolerance=None):
 
 
 def random(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape))).requires_grad_()
+    return torch.randn(
+        *shape, dtype=dtype, generator=torch.Generator().manual_seed(sum(shape))
+    ).requires_grad_()
 
 
 def test_the_compiled_kernels_are_tested():
@@ -88,7 +90,11 @@ def test_swiglu(dtype, rows, width):
 @pytest.mark.parametrize("with_delta", [False, True])
 @pytest.mark.parametrize("rows, width", [(1, 5), (37, 128)])
 def test_add_norm(dtype, with_delta, rows, width):
-    x, delta, weight = random(rows, width, dtype=dtype), random(rows, width, dtype=dtype), random(width, dtype=dtype)
+    x, delta, weight = (
+        random(rows, width, dtype=dtype),
+        random(rows, width, dtype=dtype),
+        random(width, dtype=dtype),
+    )
     inputs = (x, delta, weight) if with_delta else (x, weight)
 
     def bound(function):
@@ -105,23 +111,31 @@ def test_norm_rope(dtype, H, K, E):
     assert_same(
         lambda *inputs: norm_rope(*inputs, cos, sin, 1e-3, H),
         lambda *inputs: norm_rope_reference(*inputs, cos, sin, 1e-3, H),
-        random(6, H + 2 * K, E, dtype=dtype), random(E, dtype=dtype), random(E + 1, dtype=dtype)[1:],
+        random(6, H + 2 * K, E, dtype=dtype),
+        random(E, dtype=dtype),
+        random(E + 1, dtype=dtype)[1:],
         tolerance=2e-5,
-    )  # fmt: skip
+    )
 
 
 def test_rows():
     index = torch.tensor([4, 0, 3])
     assert_same(lambda x: take_rows(x, index), lambda x: twins.take_rows(x, index), random(5, 2, 3))
-    assert_same(lambda x: put_rows(x, index, 6), lambda x: twins.put_rows(x, index, 6), random(3, 2))
+    assert_same(
+        lambda x: put_rows(x, index, 6), lambda x: twins.put_rows(x, index, 6), random(3, 2)
+    )
 
 
 @compiled
 @pytest.mark.parametrize(
-    "T, inputs, outputs", [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33), (259, 20, 901)]
+    "T, inputs, outputs",
+    [(32, 1, 1), (33, 17, 45), (64, 128, 384), (301, 300, 96), (600, 70, 33), (259, 20, 901)],
 )
 def test_linear(T, inputs, outputs):
-    x, weight, bias = (random(*shape, dtype=torch.float32) for shape in ((T, inputs), (outputs, inputs), (outputs,)))
+    x, weight, bias = (
+        random(*shape, dtype=torch.float32)
+        for shape in ((T, inputs), (outputs, inputs), (outputs,))
+    )
     assert_same(linear, F.linear, x, weight, bias, tolerance=2e-3)
     exact = F.linear(x.double(), weight.double(), bias.double())
     ours, torchs = ((f(x, weight, bias) - exact).abs().max() for f in (linear, F.linear))
@@ -131,21 +145,34 @@ def test_linear(T, inputs, outputs):
 @pytest.mark.skipif(not cpu.IS_AVAILABLE, reason="a kernel of the CPU")
 @pytest.mark.parametrize("M, K, N", [(1, 5, 1), (5, 300, 31), (133, 513, 70), (901, 40, 129)])
 def test_a_product_of_a_transposed_matrix_has_the_bits_of_one_that_was_copied(M, K, N):
-    a_KM, b_KN = random(K, M, dtype=torch.float32).detach(), random(K, N, dtype=torch.float32).detach()
+    a_KM, b_KN = (
+        random(K, M, dtype=torch.float32).detach(),
+        random(K, N, dtype=torch.float32).detach(),
+    )
     assert torch.equal(product(a_KM.t(), b_KN), product(a_KM.t().contiguous(), b_KN))
 
 
 @compiled
 def test_fingerprints():
-    tensors = [torch.randn(3, 5), torch.randn(2 * WORDS + 7), torch.randn(1), torch.randn(WORDS), torch.empty(0, 2)]
+    tensors = [
+        torch.randn(3, 5),
+        torch.randn(2 * WORDS + 7),
+        torch.randn(1),
+        torch.randn(WORDS),
+        torch.empty(0, 2),
+    ]
     of = Fingerprints(tensors)
     assert of.table is not None
     before = of()
     expected = sums_reference(of.words)
-    assert before == [value % 2**64 for value in expected.tolist()] and len(set(before)) == len(tensors)
+    assert before == [value % 2**64 for value in expected.tolist()] and len(set(before)) == len(
+        tensors
+    )
     for tensor, at in ((0, 14), (1, WORDS), (1, 2 * WORDS + 6), (3, 1)):
         of.words[tensor][at] ^= 1
-        assert [a != b for a, b in zip(of(), before, strict=True)] == [i == tensor for i in range(len(tensors))]
+        assert [a != b for a, b in zip(of(), before, strict=True)] == [
+            i == tensor for i in range(len(tensors))
+        ]
         of.words[tensor][at] ^= 1
     assert of() == before
     assert Fingerprints([one.bfloat16() for one in tensors]).table is None  # by torch
@@ -159,7 +186,9 @@ def test_orthogonal(dtype):
     found = orthogonal(matrices)
     for matrix, one in zip(matrices, found, strict=True):
         torch.testing.assert_close(one, orthogonal_reference([matrix])[0], rtol=0, atol=1e-5)
-    assert torch.linalg.svdvals(found[-1]).min() > 0.6 and torch.linalg.svdvals(found[0]).max() < 1.3
+    assert (
+        torch.linalg.svdvals(found[-1]).min() > 0.6 and torch.linalg.svdvals(found[0]).max() < 1.3
+    )
     for number in range(100):  # wherever they lie in memory
         elsewhere = torch.empty(1 + 37 * number)
         again = orthogonal([matrix.clone() for matrix in matrices])
@@ -189,8 +218,9 @@ def test_flat_attention(kind, H, K, E):
     assert_same(
         lambda q, k, v: flat_attention(q, k, v, sequences),
         lambda q, k, v: twins.flat_attention(q, k, v, sequences),
-        *inputs, tolerance=5e-5,
-    )  # fmt: skip
+        *inputs,
+        tolerance=5e-5,
+    )
 
 
 @compiled
@@ -206,7 +236,10 @@ def test_attention_by_pages(H, K, E):
     one, two = before.clone(), before.clone()
     rows = Rows(active, state, table)
     torch.testing.assert_close(
-        attend_by_pages(q, k, v, *one, rows), attend_by_pages_reference(q, k, v, *two, rows), rtol=1e-5, atol=1e-5
+        attend_by_pages(q, k, v, *one, rows),
+        attend_by_pages_reference(q, k, v, *two, rows),
+        rtol=1e-5,
+        atol=1e-5,
     )
     assert torch.equal(one, two)
 
@@ -226,24 +259,36 @@ def test_draw(is_filtered):
         s.state[:B, column.DONE] = (torch.arange(B) % 7 == 0).long()
         s.state[:B, column.MIN] = torch.arange(B) % 5
         s.parameters[:B, column.TEMPERATURE] = torch.tensor([1.0, 0.5, 0.0, 2.0]).repeat(100)
-        s.parameters[:B, column.LOGPROB_TEMPERATURE] = torch.tensor([1.0, 0.5, 1.0, 2.0]).repeat(100)
+        s.parameters[:B, column.LOGPROB_TEMPERATURE] = torch.tensor([1.0, 0.5, 1.0, 2.0]).repeat(
+            100
+        )
         s.stops[:B] = torch.arange(2 * B).view(B, 2) % 151
     threshold = logits.sort(descending=True).values[:, 20] if is_filtered else None
     draw_tokens(logits, logits, threshold, slots[0], active, True)
-    kept = logits if threshold is None else logits.masked_fill(logits < threshold[:, None], FILTERED_OUT)
+    kept = (
+        logits
+        if threshold is None
+        else logits.masked_fill(logits < threshold[:, None], FILTERED_OUT)
+    )
     draw_reference(kept, logits, slots[1], active, True)
-    assert torch.equal(slots[0].state, slots[1].state) and torch.equal(slots[0].tokens, slots[1].tokens)
+    assert torch.equal(slots[0].state, slots[1].state) and torch.equal(
+        slots[0].tokens, slots[1].tokens
+    )
     torch.testing.assert_close(slots[0].logprobs, slots[1].logprobs, rtol=1e-5, atol=1e-5)
 
 
 @both
 def test_target_logprobs(dtype):
-    targets, temperature = torch.randint(0, 67, (30,)), torch.tensor([1.0, 0.5, 2.0], dtype=dtype).repeat(10)
+    targets, temperature = (
+        torch.randint(0, 67, (30,)),
+        torch.tensor([1.0, 0.5, 2.0], dtype=dtype).repeat(10),
+    )
     assert_same(
         lambda x: target_logprobs(x, targets, temperature),
         lambda x: target_logprobs_reference(x, targets, temperature),
-        random(30, 67, dtype=dtype), tolerance=1e-5,
-    )  # fmt: skip
+        random(30, 67, dtype=dtype),
+        tolerance=1e-5,
+    )
 
 
 @compiled
@@ -272,7 +317,9 @@ def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_ope
     frozen, adapted = Transformer(spec), Transformer(spec)
     next(frozen.blocks.parameters()).requires_grad_(False)
     add_lora(adapted, LoRAConfig(rank=2), 0)
-    biased, unscaled = (Transformer(replace(spec, **change)) for change in ({"qkv_bias": True}, {"qk_norm": False}))
+    biased, unscaled = (
+        Transformer(replace(spec, **change)) for change in ({"qkv_bias": True}, {"qk_norm": False})
+    )
     assert not any(model.blocks[0].is_compiled(x) for model in (frozen, adapted, biased, unscaled))
     with torch.no_grad():
         assert not Transformer(spec).blocks[0].is_compiled(x)

@@ -32,11 +32,20 @@ def loss(trainer, advantages, sequences=None, **options):
     n = len(trainer)
     sequences = torch.tensor(sequences if sequences is not None else [0] * n)
     zeros = torch.zeros(n, dtype=torch.float64)
-    more = {k: torch.tensor(options.pop(k), dtype=torch.float64) for k in list(options) if k.endswith("_N")}
+    more = {
+        k: torch.tensor(options.pop(k), dtype=torch.float64)
+        for k in list(options)
+        if k.endswith("_N")
+    }
     return policy_loss(
-        trainer, options.pop("sampler", zeros), torch.tensor(advantages, dtype=torch.float64), sequences,
-        torch.ones(n, dtype=torch.float64), make_loss(LossConfig(**options)), **more,
-    )  # fmt: skip
+        trainer,
+        options.pop("sampler", zeros),
+        torch.tensor(advantages, dtype=torch.float64),
+        sequences,
+        torch.ones(n, dtype=torch.float64),
+        make_loss(LossConfig(**options)),
+        **more,
+    )
 
 
 def test_policy_loss_is_minus_ratio_times_advantage_and_its_gradient_too():
@@ -78,7 +87,10 @@ def test_mismatch_kl_is_r_minus_log_r_minus_1():
 def test_gradient_equals_finite_differences(options):
     torch.manual_seed(0)
     trainer = (torch.randn(6, dtype=torch.float64) * 0.3).requires_grad_()
-    function = lambda x: loss(x, [0.5, -1.0, 2.0, 1.0, -0.3, 0.1], [0, 0, 1, 1, 1, 2], **options).total  # noqa: E731
+
+    def function(x):
+        return loss(x, [0.5, -1.0, 2.0, 1.0, -0.3, 0.1], [0, 0, 1, 1, 1, 2], **options).total
+
     assert torch.autograd.gradcheck(function, trainer)
 
 
@@ -87,7 +99,10 @@ def test_target_logprobs_apply_the_temperature():
     logprobs, entropy = target_logprobs(logits, torch.tensor([1, 1]), torch.tensor([1.0, 0.5]))
     assert logprobs.tolist() == pytest.approx([math.log(2 / 3), math.log(4 / 5)])
     assert entropy.tolist() == pytest.approx(
-        [-(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)), -(0.8 * math.log(0.8) + 0.2 * math.log(0.2))]
+        [
+            -(2 / 3 * math.log(2 / 3) + 1 / 3 * math.log(1 / 3)),
+            -(0.8 * math.log(0.8) + 0.2 * math.log(0.2)),
+        ]
     )
 
 
@@ -98,14 +113,20 @@ def test_target_logprobs_apply_the_temperature():
         ("mean", [0.5, 0.5], [0, 0]),
         ("std", [1, 0, 0, 0], [0.75 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001, -0.25 / 0.5001]),
         ("rloo", [1, 0, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3]),  # the others' mean: 0, and 1/3
-        ("length_corrected", [1, 0, 0, 0], [0.6, -0.4, -0.4, -0.4]),  # 40 of 100 tokens were rewarded
+        (
+            "length_corrected",
+            [1, 0, 0, 0],
+            [0.6, -0.4, -0.4, -0.4],
+        ),  # 40 of 100 tokens were rewarded
         ("max_rl", [1, 0, 0, 0], [3, -1, -1, -1]),
         ("max_rl", [0, 0, 0, 0], [0, 0, 0, 0]),
     ],
 )
 def test_advantages(name, rewards, expected):
     lengths = np.array([40.0, 10.0, 30.0, 20.0])[: len(rewards)]
-    assert ADVANTAGES[name](Scored(np.array(rewards, dtype=float), lengths)).tolist() == pytest.approx(expected)
+    assert ADVANTAGES[name](
+        Scored(np.array(rewards, dtype=float), lengths)
+    ).tolist() == pytest.approx(expected)
 
 
 def test_a_group_has_signal_where_advantages_are_not_0():
@@ -121,20 +142,33 @@ def test_packing_keeps_the_positions_that_predict_a_target():
     assert packed.attention.token_positions().tolist() == [0, 1, 2, 0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # compiled loops where there are some; torch's
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64]
+)  # compiled loops where there are some; torch's
 def test_sequences_of_one_token_have_no_targets_and_no_gradient(dtype):
-    model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)).to(dtype)
+    model = Transformer(ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)).to(
+        dtype
+    )
     model.init_weights(torch.Generator().manual_seed(0))
     packed = pack_sequences([[1], [2]], [[True], [True]])
-    loss = packed.compute_loss(model, torch.ones(0), lambda part, logprobs, entropies: logprobs.sum())
+    loss = packed.compute_loss(
+        model, torch.ones(0), lambda part, logprobs, entropies: logprobs.sum()
+    )
     loss.backward()
     assert loss == 0 and packed.count_flops(model.spec) == 0
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
-    assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0], [1, 3]]  # 9 > 8 stands alone; three either way, so even ones
-    assert split_by_tokens([6, 5, 3, 2, 4], 10) == [[0, 4], [1, 2, 3]]  # 6 + 4 and 5 + 3 + 2: nothing is left over
+    assert split_by_tokens([5, 3, 9, 3], 8) == [
+        [2],
+        [0],
+        [1, 3],
+    ]  # 9 > 8 stands alone; three either way, so even ones
+    assert split_by_tokens([6, 5, 3, 2, 4], 10) == [
+        [0, 4],
+        [1, 2, 3],
+    ]  # 6 + 4 and 5 + 3 + 2: nothing is left over
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2000, 3000).tolist()
     groups = split_by_tokens(lengths, 4096)
@@ -147,11 +181,15 @@ def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together()
     a, b = (1, 2, 3), (4,)
     assert split_by_prompt([a, b, a, a], [5, 4, 5, 5], 9) == [[0, 2, 3], [1]]  # 5 + 2 + 2, then 4
     assert split_by_prompt([a, a], [5, 5], 6) == [[0], [1]]
-    assert split_by_prompt([a] * 6, [10] * 6, 31) == [[0, 1, 2], [3, 4, 5]]  # 24 each, not 31 and 17
+    assert split_by_prompt([a] * 6, [10] * 6, 31) == [
+        [0, 1, 2],
+        [3, 4, 5],
+    ]  # 24 each, not 31 and 17
 
 
 @pytest.mark.parametrize(
-    "completions", [[(4, 1, 7)] * 3, [(1, 1)] * 3, [(2,)] * 3, [(4, 1, 7), (3,), (2, 2)], [(3,), (1,), (1, 1, 5)]]
+    "completions",
+    [[(4, 1, 7)] * 3, [(1, 1)] * 3, [(2,)] * 3, [(4, 1, 7), (3,), (2, 2)], [(3,), (1,), (1, 1, 5)]],
 )
 def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(completions):
     prompts = ([1, 2, 3, 4, 5], [6], [7, 8])
@@ -161,7 +199,10 @@ def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(co
         for prompt, group in zip(prompts, completions, strict=True)
         for n in group
     ]
-    masks = [[j >= len(s) - n for j in range(len(s))] for s, n in zip(ids, sum(completions, ()), strict=True)]
+    masks = [
+        [j >= len(s) - n for j in range(len(s))]
+        for s, n in zip(ids, sum(completions, ()), strict=True)
+    ]
     if completions[0][0] > 2:
         masks[0][-2] = False  # a hole in the targets, as an environment's turn leaves
     results = []
@@ -169,10 +210,14 @@ def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(co
         model = small_model().double()
         packed = pack_samples(ids, masks)
         logits = model.compute_logits(packed.target_hidden(model))
-        (logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)).sum().backward()
+        (
+            logits * torch.linspace(-1, 1, logits.numel(), dtype=torch.float64).view_as(logits)
+        ).sum().backward()
         results.append((packed, logits, [p.grad for p in model.parameters()]))
     (whole, expected, gradients), (shared, logits, shared_gradients) = results
-    assert torch.equal(whole.targets_N, shared.targets_N) and torch.equal(whole.sequence_N, shared.sequence_N)
+    assert torch.equal(whole.targets_N, shared.targets_N) and torch.equal(
+        whole.sequence_N, shared.sequence_N
+    )
     assert len(shared.tokens_T) <= len(whole.tokens_T)
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
     for one, two in zip(gradients, shared_gradients, strict=True):
@@ -221,9 +266,13 @@ def test_schedules():
     rates = [learning_rate(optim, cosine, step, 110) for step in (1, 10, 61, 111, 500)]
     assert rates == pytest.approx([0.1, 1.0, 0.6, 0.2, 0.2])
     linear = SchedulerConfig(type="linear")
-    assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx([1.0, 0.75, 0.25])
+    assert [learning_rate(optim, linear, s, 4) for s in (1, 2, 4)] == pytest.approx(
+        [1.0, 0.75, 0.25]
+    )
     wsd = SchedulerConfig(type="wsd", decay_fraction=0.4, min_lr=0.5)
-    assert [learning_rate(optim, wsd, s, 10) for s in (1, 7, 9, 10)] == pytest.approx([1.0, 1.0, 0.75, 0.625])
+    assert [learning_rate(optim, wsd, s, 10) for s in (1, 7, 9, 10)] == pytest.approx(
+        [1.0, 1.0, 0.75, 0.625]
+    )
     assert learning_rate(optim, SchedulerConfig(), 7, 10) == 1.0
 
 
@@ -232,7 +281,9 @@ def test_optimizer_equals_torch_adamw(max_norm):
     ours, theirs = small_model(), small_model()
     config = OptimConfig(lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), max_norm=max_norm)
     optimizer = Optimizer(ours, config)
-    matrices, vectors = ([p for p in theirs.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
+    matrices, vectors = (
+        [p for p in theirs.parameters() if (p.dim() > 1) == wide] for wide in (True, False)
+    )
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95))
     cross_entropy_sum(pack_sequences([[9, 8, 7]], [[True] * 3]), ours).backward()
@@ -250,7 +301,9 @@ def test_optimizer_equals_torch_adamw(max_norm):
 
 
 def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch's rounds there; on a CPU ours does not
+    monkeypatch.setattr(
+        torch.Tensor, "bfloat16", torch.Tensor.float
+    )  # torch's rounds there; on a CPU ours does not
     model = small_model()
     spec = model.spec
     parts = {
@@ -259,9 +312,13 @@ def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
         if name.startswith("blocks.") and p.dim() == 2
         for i, part in enumerate(split_rows(spec, name, p.data))
     }
-    reference = torch.optim.Muon(parts.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    reference = torch.optim.Muon(
+        parts.values(), lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"
+    )
     optimizer = Optimizer(model, OptimConfig(type="muon", lr=1e-2, weight_decay=0.1, max_norm=1e9))
-    assert not any(name.startswith("exp_avg_sq.blocks.0.mlp.") for name in optimizer.state_tensors())
+    assert not any(
+        name.startswith("exp_avg_sq.blocks.0.mlp.") for name in optimizer.state_tensors()
+    )
     embedding = model.embed.weight.clone()
     for step in range(3):
         cross_entropy_sum(pack_sequences([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
@@ -273,7 +330,9 @@ def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
         reference.step()
     for name, parameter in model.named_parameters():
         if f"{name} 0" in parts:
-            expected = torch.cat([parts[f"{name} {i}"] for i in range(len(split_rows(spec, name, parameter.data)))])
+            expected = torch.cat(
+                [parts[f"{name} {i}"] for i in range(len(split_rows(spec, name, parameter.data)))]
+            )
             torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-6)
     assert not torch.equal(model.embed.weight, embedding)  # by AdamW
 
@@ -302,7 +361,9 @@ def test_own_adamw_equals_torchs(dtype):
     expected = weights.clone().requires_grad_()
     reference = torch.optim.AdamW([expected], lr=0.01, betas=(0.9, 0.95), weight_decay=0.1)
     master, stored = weights.clone(), weights.bfloat16()
-    own = AdamW([[stored], [master], *([torch.zeros(40, 30, dtype=dtype)] for _ in range(2))], [0.1])
+    own = AdamW(
+        [[stored], [master], *([torch.zeros(40, 30, dtype=dtype)] for _ in range(2))], [0.1]
+    )
     for step, grad in enumerate(grads, 1):
         expected.grad = 0.5 * grad
         reference.step()
@@ -320,7 +381,9 @@ def test_a_moment_in_bfloat16_follows_small_changes_on_average():
         for step in range(1, 201):
             own.step([torch.zeros(4000)], Change(1.0, 0.0, (0.9, 0.999), step))
         found.append(second)
-    assert float(second.float().mean()) == pytest.approx(0.999**200, rel=0.01)  # to the nearest it would stay at 1
+    assert float(second.float().mean()) == pytest.approx(
+        0.999**200, rel=0.01
+    )  # to the nearest it would stay at 1
     assert torch.equal(*found)
 
 
@@ -335,7 +398,9 @@ def test_an_optimizer_with_moments_in_bfloat16_stays_near_the_exact_one():
             cross_entropy_sum(pack_sequences([[1, 2, 3 + step, 4]], [[True] * 4]), model).backward()
             optimizer.step(1e-2)
     assert all(
-        t.dtype == torch.bfloat16 for name, t in optimizers[1].state_tensors().items() if name.startswith("exp_avg")
+        t.dtype == torch.bfloat16
+        for name, t in optimizers[1].state_tensors().items()
+        if name.startswith("exp_avg")
     )
     for one, two in zip(*(model.parameters() for model in models), strict=True):
         assert float((one - two).detach().abs().max()) < 3e-3  # of 0.06 that they have moved
@@ -344,7 +409,8 @@ def test_an_optimizer_with_moments_in_bfloat16_stays_near_the_exact_one():
 def test_memory_that_a_gpu_reaches_is_known_to_cuda_as_long_as_it_is_used(monkeypatch):
     known = {}
     cuda = SimpleNamespace(
-        cudaHostRegister=lambda address, size, flags: known.update({address: size}) or 0, cudaHostUnregister=known.pop
+        cudaHostRegister=lambda address, size, flags: known.update({address: size}) or 0,
+        cudaHostUnregister=known.pop,
     )
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -364,4 +430,7 @@ def test_offload_changes_nothing_on_a_cpu(kind):
         optimizer = Optimizer(model, OptimConfig(type=kind, lr=1e-2, offload=offload))
         cross_entropy_sum(pack_sequences([[1, 2, 3, 4]], [[True] * 4]), model).backward()
         optimizer.step(1e-2)
-    assert all(torch.equal(one, two) for one, two in zip(*(model.parameters() for model in models), strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(*(model.parameters() for model in models), strict=True)
+    )

@@ -48,11 +48,16 @@ def body(text=b"", more=False):
 
 
 def test_a_body_that_comes_in_parts_is_answered():
-    assert [one.get("status") for one in answered([body(b"{", True), body(b"}")])] == [200, None, None]
+    assert [one.get("status") for one in answered([body(b"{", True), body(b"}")])] == [
+        200,
+        None,
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("messages", "status"), [([body(b"{", True)], 408), ([], 408), ([body(b"x" * 200, True)] * 2, 413)]
+    ("messages", "status"),
+    [([body(b"{", True)], 408), ([], 408), ([body(b"x" * 200, True)] * 2, 413)],
 )
 def test_a_body_that_stays_away_or_is_too_large_is_refused(monkeypatch, messages, status):
     monkeypatch.setattr(module, "STILL", 0.05)
@@ -82,7 +87,9 @@ def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypa
     async def slow(scope, receive, send):
         await receive()
         await asyncio.sleep(0.1)
-        with pytest.raises(TimeoutError):  # of this test: listening for the end of the connection goes on
+        with pytest.raises(
+            TimeoutError
+        ):  # of this test: listening for the end of the connection goes on
             await asyncio.wait_for(receive(), 0.1)
         await send({"type": "http.response.start", "status": 204, "headers": []})
 
@@ -94,7 +101,9 @@ def test_beyond_what_may_be_open_is_refused_but_not_health(monkeypatch):
     limit = Limit(reads_all, SERVED)
     limit.open = 1
     start, said = answered([body()], limit=limit)
-    assert start["status"] == 429 and json.loads(said["body"])["error"]["type"] == "rate_limit_error"
+    assert (
+        start["status"] == 429 and json.loads(said["body"])["error"]["type"] == "rate_limit_error"
+    )
     assert answered([body()], limit=limit, path="/health")[0]["status"] == 200
     limit.open = 0
     assert answered([body()], limit=limit)[0]["status"] == 200 and limit.open == 0

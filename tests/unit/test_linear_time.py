@@ -21,24 +21,61 @@ ODD = {
     **{
         f"many {unit!r}": lambda n, unit=unit: unit * (n // len(unit))
         for unit in (
-            "<tool_call>", "</tool_call>", "<tool_call>{}", "<function=", "<function=a>", "<parameter=", "</parameter>",
-            "<parameter=a>", "<arg_key>", "<arg_value></arg_key>", "[TOOL_CALLS]", "[TOOL_CALLS]a[ARGS]", "[ARGS]{",
-            "<|tool_call_begin|>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<think>", "</think>", "{", "}", "[", '"',
-            "\\", ";\n", "9", " ", "\n", "<answer>", "</answer>", "<answer> ", "\\boxed{",
-            "####", "é", "🙂", "<|im_end|>",
+            "<tool_call>",
+            "</tool_call>",
+            "<tool_call>{}",
+            "<function=",
+            "<function=a>",
+            "<parameter=",
+            "</parameter>",
+            "<parameter=a>",
+            "<arg_key>",
+            "<arg_value></arg_key>",
+            "[TOOL_CALLS]",
+            "[TOOL_CALLS]a[ARGS]",
+            "[ARGS]{",
+            "<|tool_call_begin|>",
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁sep｜>",
+            "<think>",
+            "</think>",
+            "{",
+            "}",
+            "[",
+            '"',
+            "\\",
+            ";\n",
+            "9",
+            " ",
+            "\n",
+            "<answer>",
+            "</answer>",
+            "<answer> ",
+            "\\boxed{",
+            "####",
+            "é",
+            "🙂",
+            "<|im_end|>",
         )
     },
     "a call of many spaces": lambda n: "<tool_call>" + " " * n + "{}" + " " * n + "</tool_call>",
-    "a block within blocks": lambda n: "<function=a><parameter=b>" * (n // 25) + "</parameter></function>",
-    "deep JSON": lambda n: '<tool_call>{"name": "a", "arguments": ' + '{"a":' * (n // 5) + "</tool_call>",
-}  # fmt: skip
+    "a block within blocks": lambda n: (
+        "<function=a><parameter=b>" * (n // 25) + "</parameter></function>"
+    ),
+    "deep JSON": lambda n: (
+        '<tool_call>{"name": "a", "arguments": ' + '{"a":' * (n // 5) + "</tool_call>"
+    ),
+}
 
 
 def readers():
     tokenizer = Tokenizer(MODEL)
     xml = XMLParser(["think", "answer"])
     template = ChatTemplate(CHATML, {})
-    found = {f"calls {name}": lambda t, one=one: parse_tool_calls(t, one) for name, one in FORMATS.items()}
+    found = {
+        f"calls {name}": lambda t, one=one: parse_tool_calls(t, one)
+        for name, one in FORMATS.items()
+    }
 
     def stream(text):
         spelling = Spelling(tokenizer, True, ["</s>"], ["<tool_call>"])
@@ -57,7 +94,10 @@ def readers():
         "xml": lambda t: (xml.parse(t), xml.parse_answer(t), xml.get_format_reward_func()(t)),
         "boxed": extract_boxed_answer,
         "thinking": lambda t: (ThinkParser().parse(t), MaybeThinkParser().parse(t)),
-        "stop strings": lambda t: (cut_at_stop(t, ["</s>", "never"]), held_back(t, ["</s>", "<tool_call>"])),
+        "stop strings": lambda t: (
+            cut_at_stop(t, ["</s>", "never"]),
+            held_back(t, ["</s>", "<tool_call>"]),
+        ),
         "a stream": stream,
         "stops of a stream": stop,
         "template": lambda t: template.render_conversation([{"role": "user", "content": t}]),

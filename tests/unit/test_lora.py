@@ -37,7 +37,9 @@ def sources(model):
     """HF linears and the row blocks of our weights that they are."""
     parameters = dict(model.named_parameters())
     for ours, theirs in hf_names(SPEC).items():
-        for name, part in zip(theirs, split_rows(SPEC, ours, parameters[ours].detach()), strict=True):
+        for name, part in zip(
+            theirs, split_rows(SPEC, ours, parameters[ours].detach()), strict=True
+        ):
             yield name.removesuffix(".weight"), part
 
 
@@ -51,7 +53,13 @@ def write_adapter(directory, model, rank, targets, seed, **config):
                 tensors[key] = 0.3 * torch.randn(shape, generator=generator)
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
+    settings = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "target_modules": list(targets),
+        "bias": "none",
+    }
     (directory / "adapter_config.json").write_text(json.dumps(settings | config))
     return directory
 
@@ -73,13 +81,17 @@ def request(seed, adapter=None, prompt=(5, 6, 7), max_tokens=12):
 
 def same(one, two):
     assert one.ids == two.ids
-    torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=1e-4
+    )
 
 
 def test_each_request_is_answered_by_its_adapter(model, tmp_path):
     paths = {
         "a": write_adapter(tmp_path / "a", model, 4, ALL, 1),
-        "b": write_adapter(tmp_path / "b", model, 3, ("q_proj", "v_proj", "down_proj"), 2, use_rslora=True),
+        "b": write_adapter(
+            tmp_path / "b", model, 3, ("q_proj", "v_proj", "down_proj"), 2, use_rslora=True
+        ),
     }
     engine = Engine(model)
     for name, path in paths.items():
@@ -111,7 +123,10 @@ def test_scale_and_replacement(model, tmp_path):
         engine.step()
     old = Engine(merged(model, tmp_path / "a")).generate([request(3, max_tokens=20)])[0]
     assert done[0].ids[:2] == old.ids[:2] and done[0].logprobs[2:] != old.logprobs[2:]
-    same(engine.generate([request(4, "x")])[0], Engine(merged(model, tmp_path / "c")).generate([request(4)])[0])
+    same(
+        engine.generate([request(4, "x")])[0],
+        Engine(merged(model, tmp_path / "c")).generate([request(4)])[0],
+    )
     engine.unload_adapter("x")
     with pytest.raises(ValueError, match="no adapter 'x' is loaded; loaded: none"):
         engine.add(request(1, "x"), print)
@@ -178,7 +193,9 @@ def draw_adapter(rng, base):
     targets = rng.sample(ALL, rng.randint(1, 7))
     options = {
         "use_rslora": rng.random() < 0.3,
-        "init_lora_weights": rng.choice([True, True, "gaussian", "orthogonal", "pissa", "olora", "pissa_niter_4"]),
+        "init_lora_weights": rng.choice(
+            [True, True, "gaussian", "orthogonal", "pissa", "olora", "pissa_niter_4"]
+        ),
         "use_dora": rng.random() < 0.15,
         "bias": rng.choice(["none"] * 5 + ["lora_only"]),
         "layers_to_transform": rng.choice([None, None, [0], [1]]),
@@ -186,7 +203,12 @@ def draw_adapter(rng, base):
         "alpha_pattern": rng.choice([{}] * 5 + [{"v_proj": 32, "down_proj": 1}]),
         "modules_to_save": rng.choice([None] * 5 + [["embed_tokens"]]),
     }
-    config = LoraConfig(r=rng.choice([2, 4, 8]), lora_alpha=rng.choice([1, 4, 32]), target_modules=targets, **options)
+    config = LoraConfig(
+        r=rng.choice([2, 4, 8]),
+        lora_alpha=rng.choice([1, 4, 32]),
+        target_modules=targets,
+        **options,
+    )
     tuned = get_peft_model(base, config)
     generator = torch.Generator().manual_seed(rng.randrange(1000))
     for name, parameter in tuned.named_parameters():
@@ -202,7 +224,12 @@ def test_an_adapter_gives_what_peft_gives_or_is_refused_by_its_key(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     config = LlamaConfig(vocab_size=50, num_hidden_layers=2, max_position_embeddings=64, **size)
     LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     ids = torch.arange(3, 20)
@@ -231,4 +258,11 @@ def test_an_adapter_gives_what_peft_gives_or_is_refused_by_its_key(tmp_path):
     assert counts["equal"] > 10 and set(counts) == {"equal", *REFUSED}, counts
 
 
-REFUSED = ("init_lora_weights", "use_dora", "bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+REFUSED = (
+    "init_lora_weights",
+    "use_dora",
+    "bias",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+)

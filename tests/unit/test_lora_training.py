@@ -13,7 +13,14 @@ from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import write_model
-from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, without_lora, write_adapter
+from hone.models.lora import (
+    Merged,
+    adapter_tensors,
+    add_lora,
+    lora_modules,
+    without_lora,
+    write_adapter,
+)
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.ranks import Ranks
@@ -21,11 +28,21 @@ from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
 
 CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 60, "hidden_size": 32,
-    "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": 1e-6,
-    "rope_theta": 100.0, "initializer_range": 0.3,
-}  # fmt: skip
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 100.0,
+    "initializer_range": 0.3,
+}
 IDS = [3, 14, 15, 9, 26, 5, 35, 8]
 
 
@@ -38,14 +55,18 @@ def made(**changes):
 def logits(model, ids=IDS):
     attention = PackedAttention([len(ids)])
     with torch.no_grad():
-        return model.compute_logits(model(torch.tensor(ids), attention.token_positions(), attention))
+        return model.compute_logits(
+            model(torch.tensor(ids), attention.token_positions(), attention)
+        )
 
 
 def trained(model, steps=3, lr=1e-2, loss=None, **lora):
     """The trainer after steps that move the adapter far from 0."""
     settings = {"lora": lora, "optim": {"lr": lr}, "loss": loss or {"type": "sft"}}
     trainer = RLTrainer(model, TrainerConfig.model_validate(settings), 100)
-    samples = [Sample(IDS[i:], [False] + [True] * (7 - i), [0.0] * (8 - i), 1.0, 1.0) for i in range(3)]
+    samples = [
+        Sample(IDS[i:], [False] + [True] * (7 - i), [0.0] * (8 - i), 1.0, 1.0) for i in range(3)
+    ]
     for step in range(1, steps + 1):
         trainer.last = trainer.step(Batch(step, samples))
     return trainer
@@ -55,7 +76,10 @@ CASES = {
     "all linear": {},
     "few targets": {"targets": ["q_proj", "v_proj", "down_proj"], "rank": 4, "alpha": 8.0},
     "rslora": {"rslora": True, "rank": 4},
-    "whole modules": {"targets": ["k_proj", "up_proj"], "modules_to_save": ["embed_tokens", "norm", "q_norm"]},
+    "whole modules": {
+        "targets": ["k_proj", "up_proj"],
+        "modules_to_save": ["embed_tokens", "norm", "q_norm"],
+    },
 }
 
 
@@ -67,12 +91,16 @@ def test_an_adapter_loaded_by_peft_gives_our_logits(case, is_tied, tmp_path):
 
     base = made(tie_word_embeddings=is_tied)
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "config.json").write_text(json.dumps(CONFIG | {"tie_word_embeddings": is_tied}))
+    (tmp_path / "source" / "config.json").write_text(
+        json.dumps(CONFIG | {"tie_word_embeddings": is_tied})
+    )
     write_model(base, tmp_path / "source", tmp_path / "base")
     before = logits(base)
     trained(base, **CASES[case])
     config = LoRAConfig(**CASES[case])
-    write_adapter(adapter_tensors(base), config, base.spec, str(tmp_path / "base"), tmp_path / "adapter")
+    write_adapter(
+        adapter_tensors(base), config, base.spec, str(tmp_path / "base"), tmp_path / "adapter"
+    )
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     reference = peft.PeftModel.from_pretrained(reference, tmp_path / "adapter")
     with torch.no_grad():
@@ -93,8 +121,12 @@ def test_only_the_adapter_is_trained_and_has_optimiser_state():
         assert (name not in frozen) == parameter.requires_grad
         if name in frozen:
             assert torch.equal(parameter, frozen[name]) and parameter.grad is None
-    kinds = {name.split(".", 1)[1].rsplit(".delta.", 1)[0] for name in trainer.optimizer.state_tensors()}
-    assert kinds == {f"blocks.{i}.attention.{linear}" for i in range(2) for linear in ("qkv", "out")}
+    kinds = {
+        name.split(".", 1)[1].rsplit(".delta.", 1)[0] for name in trainer.optimizer.state_tensors()
+    }
+    assert kinds == {
+        f"blocks.{i}.attention.{linear}" for i in range(2) for linear in ("qkv", "out")
+    }
     assert sum(p.numel() for p in trainer.optimizer.parameters) == 2 * 2 * ((32 + 64) + (64 + 32))
 
 
@@ -122,18 +154,24 @@ def test_the_sampler_follows_the_adapter_as_it_is_trained():
         completion = engine.generate([request])[0]
         expected = torch.log_softmax(logits(model, IDS[:3] + completion.ids)[2:-1], -1)
         expected = expected.gather(1, torch.tensor(completion.ids)[:, None]).squeeze(1)
-        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), expected, rtol=1e-4, atol=1e-4
+        )
         seen.append(completion.logprobs)
         trainer.step(Batch(step, [Sample(IDS, [False] + [True] * 7, [0.0] * 8, 1.0, 1.0)]))
         sampled.follow_step()
         engine.set_version(step)
     assert seen[0] != seen[1]
     for own, copied in zip(
-        sampled.model.parameters(), Export(model, Ranks(), torch.float32)().parameters(), strict=True
+        sampled.model.parameters(),
+        Export(model, Ranks(), torch.float32)().parameters(),
+        strict=True,
     ):
         assert torch.equal(own, copied)
     with pytest.raises(ValueError, match="has one that is being trained"):
-        Engine(model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1).load_adapter("x", "nowhere")
+        Engine(model, max_batch_size=4, max_model_len=32, kv_cache_gib=0.1).load_adapter(
+            "x", "nowhere"
+        )
     plain = made()
     assert Merged(plain).model is plain
 
@@ -169,7 +207,10 @@ def test_starting_from_an_adapter(tmp_path):
     again = made()
     add_lora(again, LoRAConfig(rank=4, alpha=7.0, start_from=tmp_path / "a"), seed=0)
     torch.testing.assert_close(logits(again), logits(model))
-    with pytest.raises(ValueError, match=r"rank 4 on down_proj, .*; lora.rank is 8, lora.targets are q_proj, k_proj"):
+    with pytest.raises(
+        ValueError,
+        match=r"rank 4 on down_proj, .*; lora.rank is 8, lora.targets are q_proj, k_proj",
+    ):
         add_lora(made(), LoRAConfig(rank=8, start_from=tmp_path / "a"), seed=0)
     saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
     assert saved["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"].shape == (4, 32)
@@ -179,7 +220,8 @@ def test_what_cannot_be_configured():
     with pytest.raises(ValueError, match="lm_head is embed_tokens in this model"):
         add_lora(made(), LoRAConfig(modules_to_save=["lm_head"]), seed=0)
     with pytest.raises(
-        ValidationError, match="optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw"
+        ValidationError,
+        match="optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw",
     ):
         TrainerConfig.model_validate({"lora": {"rank": 4}, "optim": {"type": "muon"}})
     with pytest.raises(ValidationError, match="targets"):

@@ -38,10 +38,19 @@ def make(tmp_path):
         directory.mkdir(exist_ok=True)
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-        encoder.pre_tokenizer, encoder.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        encoder.add_special_tokens([AddedToken("<|end|>", special=True, **flags), "</s>", "<|user|>", "<|assistant|>"])
+        encoder.pre_tokenizer, encoder.decoder = (
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+            decoders.ByteLevel(),
+        )
+        encoder.add_special_tokens(
+            [AddedToken("<|end|>", special=True, **flags), "</s>", "<|user|>", "<|assistant|>"]
+        )
         encoder.save(str(directory / "tokenizer.json"))
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": template}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "</s>",
+            "chat_template": template,
+        }
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
         return directory
 
@@ -65,11 +74,15 @@ def learnt(tokenizer, sample):
 
 def spans_of(mask):
     """The runs of marked tokens, as (start, end)."""
-    edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]
+    edges = [
+        i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])
+    ]
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-@pytest.mark.parametrize("flags", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"rstrip": True}, {"lstrip": True}, {"lstrip": True, "rstrip": True}]
+)
 def test_every_answer_is_trained_on_whole_and_ends_with_its_mark(make, flags):
     tokenizer = Tokenizer(make(APPENDING, **flags))
     end = tokenizer.encoder.token_to_id("<|end|>")
@@ -92,8 +105,12 @@ def test_a_template_with_generation_marks_is_masked_as_by_transformers(make):
     for seed in SEEDS:
         turns = draw_turns(random.Random(seed))
         ((ids, mask),) = ours.conversation_ids(turns)
-        expected = theirs.apply_chat_template(turns, return_assistant_tokens_mask=True, return_dict=True)
-        assert ids == expected["input_ids"] and mask == [bool(one) for one in expected["assistant_masks"]], seed
+        expected = theirs.apply_chat_template(
+            turns, return_assistant_tokens_mask=True, return_dict=True
+        )
+        assert ids == expected["input_ids"] and mask == [
+            bool(one) for one in expected["assistant_masks"]
+        ], seed
 
 
 def test_turns_that_the_template_rewrites_are_each_trained_on_once_after_their_own_prompt(make):
@@ -119,7 +136,9 @@ def test_a_prompt_that_opens_a_thought_does_not_keep_plain_answers_from_training
     for seed in SEEDS:
         rng = random.Random(seed)
         turns = draw_turns(rng)
-        turns[-1]["content"] = rng.choice(["", "hm</think>", "<think>\nhm\n</think>"]) + turns[-1]["content"]
+        turns[-1]["content"] = (
+            rng.choice(["", "hm</think>", "<think>\nhm\n</think>"]) + turns[-1]["content"]
+        )
         ((ids, mask),) = tokenizer.conversation_ids(turns)
         assert ids == theirs.apply_chat_template(turns, return_dict=False), seed
         answers = [turn["content"].split("</think>")[-1] + "<|end|>" for turn in turns[1::2]]
@@ -137,9 +156,13 @@ def test_what_is_left_out_is_counted_named_and_ends_the_run_only_above_the_share
     silent = [{"messages": [{"role": "user", "content": "only a question"}]}]
     data = Conversations([[*rows(9), *broken, *silent, *rows(2, 99), *rows(9)]], tokenizer, 40)
     said = []
-    survey_data(data, config, "data.name", lambda line, is_warning=False: said.append((line, is_warning)))
+    survey_data(
+        data, config, "data.name", lambda line, is_warning=False: said.append((line, is_warning))
+    )
     assert said[0] == ("Data (data.name): 22 rows, 18 samples, 432 tokens", False)
-    assert said[1][1] and said[1][0].startswith("Data (data.name): 4 of 22 rows left out (18.2 % of the rows, 50.0 %")
+    assert said[1][1] and said[1][0].startswith(
+        "Data (data.name): 4 of 22 rows left out (18.2 % of the rows, 50.0 %"
+    )
     for words in (
         "1 cannot be rendered (row 10: message 0 (user), content: text or a list of text parts is needed, found 5)",
         "1 with no message of data.train-on (row 11)",
@@ -147,7 +170,9 @@ def test_what_is_left_out_is_counted_named_and_ends_the_run_only_above_the_share
     ):
         assert words in said[1][0], said[1][0]
     strict = DataConfig(name="x", seq_len=40, max_left_out=0.1)
-    with pytest.raises(ValueError, match=r"4 of 22 rows would be left out: .*data.max-left-out allows 0.1"):
+    with pytest.raises(
+        ValueError, match=r"4 of 22 rows would be left out: .*data.max-left-out allows 0.1"
+    ):
         survey_data(data, strict, "data.name", lambda *_, **__: None)
 
 

@@ -31,11 +31,25 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def run(trainer, sampler, advantage, sequence=None, weight=None, reference=None, teacher=None, entropy=None, **config):
-    sequence = torch.zeros(len(trainer), dtype=torch.int64) if sequence is None else torch.tensor(sequence)
+def run(
+    trainer,
+    sampler,
+    advantage,
+    sequence=None,
+    weight=None,
+    reference=None,
+    teacher=None,
+    entropy=None,
+    **config,
+):
+    sequence = (
+        torch.zeros(len(trainer), dtype=torch.int64) if sequence is None else torch.tensor(sequence)
+    )
     weight = torch.ones_like(trainer) if weight is None else weight
     more = (entropy, reference, teacher)
-    return policy_loss(trainer, sampler, advantage, sequence, weight, make_loss(LossConfig(**config)), *more)
+    return policy_loss(
+        trainer, sampler, advantage, sequence, weight, make_loss(LossConfig(**config)), *more
+    )
 
 
 def gradient(trainer, *rest, **options):
@@ -58,7 +72,9 @@ def test_dppo_drops_what_has_moved_far_enough():
 
 def test_ppo_clips_each_side_by_its_own_bound():
     trainer, advantage = tensor(1.25, 1.35, 0.7, 0.7).log(), tensor(1.0, 1.0, -1.0, 1.0)
-    out, grad = gradient(trainer, torch.zeros(4), advantage, type="ppo", clip_low=0.2, clip_high=0.28)
+    out, grad = gradient(
+        trainer, torch.zeros(4), advantage, type="ppo", clip_low=0.2, clip_high=0.28
+    )
     assert out.total.item() == pytest.approx(-1.25 - 1.28 + 0.8 - 0.7)
     assert grad == pytest.approx([-1.25, 0.0, 0.0, -0.7])
     assert out.is_masked.tolist() == [0, 1, 1, 0]
@@ -66,27 +82,43 @@ def test_ppo_clips_each_side_by_its_own_bound():
 
 def test_gspo_is_ppo_with_the_ratio_of_the_sequence():
     trainer = tensor(4.0, 1.0, 1.1).log()
-    out = run(trainer, torch.zeros(3), tensor(1.0, 1.0, 1.0), [0, 0, 1], type="ppo", ratio_type="sequence")
+    out = run(
+        trainer, torch.zeros(3), tensor(1.0, 1.0, 1.0), [0, 0, 1], type="ppo", ratio_type="sequence"
+    )
     assert out.total.item() == pytest.approx(-1.2 - 1.2 - 1.1)  # sqrt(4) = 2 is clipped at 1.2
 
 
 def test_cispo_caps_the_weight_and_keeps_the_gradient():
     out, grad = gradient(
-        tensor(0.5, 0.9).log(), tensor(0.25, 0.1).log(), tensor(1.0, -1.0), type="cispo", ratio_cap=3.0
+        tensor(0.5, 0.9).log(),
+        tensor(0.25, 0.1).log(),
+        tensor(1.0, -1.0),
+        type="cispo",
+        ratio_cap=3.0,
     )
     assert out.total.item() == pytest.approx(-2.0 * math.log(0.5) + 3.0 * math.log(0.9))
     assert grad == pytest.approx([-2.0, 3.0]) and out.is_masked.tolist() == [0, 1]
 
 
 def test_tis_has_the_same_gradient_and_the_value_of_the_weight():
-    out, grad = gradient(tensor(0.5, 0.9).log(), tensor(0.25, 0.1).log(), tensor(1.0, -1.0), type="tis", ratio_cap=3.0)
+    out, grad = gradient(
+        tensor(0.5, 0.9).log(),
+        tensor(0.25, 0.1).log(),
+        tensor(1.0, -1.0),
+        type="tis",
+        ratio_cap=3.0,
+    )
     assert out.total.item() == pytest.approx(-2.0 + 3.0) and grad == pytest.approx([-2.0, 3.0])
 
 
 def test_sft_and_distillation():
     trainer = tensor(0.5, 0.25).log()
-    assert run(trainer, trainer, tensor(9.0, 9.0), type="sft").total.item() == pytest.approx(3 * LN2)
-    out, grad = gradient(trainer, trainer, tensor(0.0, 0.0), teacher=tensor(1.0, 0.125).log(), type="opd")
+    assert run(trainer, trainer, tensor(9.0, 9.0), type="sft").total.item() == pytest.approx(
+        3 * LN2
+    )
+    out, grad = gradient(
+        trainer, trainer, tensor(0.0, 0.0), teacher=tensor(1.0, 0.125).log(), type="opd"
+    )
     assert out.total.item() == pytest.approx(-LN2 + LN2)  # advantages of log 2 and -log 2
     assert grad == pytest.approx([-LN2, LN2])
     with pytest.raises(ValueError, match="no teacher's logprobs"):
@@ -96,9 +128,13 @@ def test_sft_and_distillation():
 def test_kl_to_the_reference_and_entropy():
     trainer, zero = tensor(0.5).log(), tensor(0.0)
     out, grad = gradient(trainer, trainer, zero, reference=tensor(1.0).log(), kl_beta=0.1)
-    assert out.total.item() == pytest.approx(0.1 * (2 - LN2 - 1)) and grad == pytest.approx([0.1 * (1 - 2)])
+    assert out.total.item() == pytest.approx(0.1 * (2 - LN2 - 1)) and grad == pytest.approx(
+        [0.1 * (1 - 2)]
+    )
     assert out.reference_kl.tolist() == pytest.approx([1 - LN2])
-    assert run(trainer, trainer, zero, entropy=tensor(0.3), entropy_weight=0.5).total.item() == pytest.approx(-0.15)
+    assert run(
+        trainer, trainer, zero, entropy=tensor(0.3), entropy_weight=0.5
+    ).total.item() == pytest.approx(-0.15)
 
 
 @pytest.mark.parametrize("kind", ["mask", "dppo", "ppo", "cispo", "tis", "sft", "opd"])
@@ -108,15 +144,23 @@ def test_gradients_equal_finite_differences(kind, ratio_type):
     if kind == "sft" and ratio_type == "sequence":
         return  # has no ratio
     trainer = torch.randn(6, dtype=torch.float64).mul(0.05).sub(1).requires_grad_()
-    sampler, advantage = trainer.detach() + 0.02 * torch.randn(6, dtype=torch.float64), torch.randn(6).double()
+    sampler, advantage = (
+        trainer.detach() + 0.02 * torch.randn(6, dtype=torch.float64),
+        torch.randn(6).double(),
+    )
     fixed = trainer.detach().clone()
     config = LossConfig(type=kind, **({} if kind == "sft" else {"ratio_type": ratio_type}))
 
     def total(x):
         out = policy_loss(
-            x, sampler, advantage, torch.tensor([0, 0, 1, 1, 1, 2]), torch.full((6,), 0.2).double(), make_loss(config),
+            x,
+            sampler,
+            advantage,
+            torch.tensor([0, 0, 1, 1, 1, 2]),
+            torch.full((6,), 0.2).double(),
+            make_loss(config),
             teacher_logprobs_N=sampler - 0.1,
-        )  # fmt: skip
+        )
         return out.total
 
     if kind in ("mask", "dppo", "ppo", "sft"):
@@ -126,7 +170,9 @@ def test_gradients_equal_finite_differences(kind, ratio_type):
     (grad,) = torch.autograd.grad(total(trainer), trainer)
     log_ratio = fixed - sampler
     if ratio_type == "sequence":
-        log_ratio = torch.stack([log_ratio[:2].mean(), log_ratio[2:5].mean(), log_ratio[5]])[[0, 0, 1, 1, 1, 2]]
+        log_ratio = torch.stack([log_ratio[:2].mean(), log_ratio[2:5].mean(), log_ratio[5]])[
+            [0, 0, 1, 1, 1, 2]
+        ]
     if kind == "opd":
         ratio, worth = log_ratio.exp(), sampler - 0.1 - fixed
         each = -ratio * worth * 0.2
@@ -141,14 +187,18 @@ def test_gradients_equal_finite_differences(kind, ratio_type):
 def test_weights_of_tokens():
     lengths = [1, 3, 0]
     assert token_weights(lengths, LossConfig()) == pytest.approx([0.25] * 3)
-    assert token_weights(lengths, LossConfig(normalize="sequences")) == pytest.approx([1 / 2, 1 / 6, 0])
+    assert token_weights(lengths, LossConfig(normalize="sequences")) == pytest.approx(
+        [1 / 2, 1 / 6, 0]
+    )
     constant = LossConfig(normalize="constant", max_length=10)
     assert token_weights(lengths, constant) == pytest.approx([1 / 20, 1 / 20, 0])
     assert token_weights([0, 0], LossConfig()) == [0, 0]
 
 
 def own_loss(tokens, *, factor: float = 2):
-    return -tokens.trainer_logprobs * factor, torch.ones_like(tokens.trainer_logprobs, dtype=torch.bool)
+    return -tokens.trainer_logprobs * factor, torch.ones_like(
+        tokens.trainer_logprobs, dtype=torch.bool
+    )
 
 
 @needs("wings")
@@ -163,16 +213,32 @@ def raises(tokens):
 def test_a_loss_of_ones_own_by_import_path():
     trainer, path = tensor(0.5).log(), f"{__name__}:own_loss"
     assert run(trainer, trainer, trainer, type=path).total.item() == pytest.approx(2 * LN2)
-    assert run(trainer, trainer, trainer, type=path, args={"factor": 3}).total.item() == pytest.approx(3 * LN2)
+    assert run(
+        trainer, trainer, trainer, type=path, args={"factor": 3}
+    ).total.item() == pytest.approx(3 * LN2)
     for config, message in [
-        ({"type": "nowhere_to_be_found:f"}, "trainer.loss.type nowhere_to_be_found:f: cannot be imported"),
-        ({"type": path, "args": {"factr": 1}}, "trainer.loss.args.factr: unknown key; did you mean factor"),
-        ({"type": path, "args": {"factor": "x"}}, "trainer.loss.args.factor: .*valid number.* found 'x'"),
-        ({"type": f"{__name__}:needs_what_there_is_not"}, "'wings'.* is none of whole_sequences, entropy"),
+        (
+            {"type": "nowhere_to_be_found:f"},
+            "trainer.loss.type nowhere_to_be_found:f: cannot be imported",
+        ),
+        (
+            {"type": path, "args": {"factr": 1}},
+            "trainer.loss.args.factr: unknown key; did you mean factor",
+        ),
+        (
+            {"type": path, "args": {"factor": "x"}},
+            "trainer.loss.args.factor: .*valid number.* found 'x'",
+        ),
+        (
+            {"type": f"{__name__}:needs_what_there_is_not"},
+            "'wings'.* is none of whole_sequences, entropy",
+        ),
     ]:
         with pytest.raises(ValueError, match=message):
             make_loss(LossConfig(**config))
-    with pytest.raises(ValueError, match=r"raises raised AttributeError: .*nothing.* \(.*test_losses.py:\d+\)"):
+    with pytest.raises(
+        ValueError, match=r"raises raised AttributeError: .*nothing.* \(.*test_losses.py:\d+\)"
+    ):
         run(trainer, trainer, trainer, type=f"{__name__}:raises")
     with pytest.raises(ValidationError, match="loss.args has no effect with loss.type ppo"):
         LossConfig(type="ppo", args={"factor": 3})
@@ -181,9 +247,15 @@ def test_a_loss_of_ones_own_by_import_path():
 def test_names_in_the_configuration_are_those_there_are():
     assert KINDS.keys() == LOSSES.keys() and set(ADVANTAGE_NAMES) == ADVANTAGES.keys()
     for name, function in LOSSES.items():
-        keys = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        keys = {
+            p.name
+            for p in inspect.signature(function).parameters.values()
+            if p.kind is p.KEYWORD_ONLY
+        }
         assert name == "opd" or keys == KINDS[name].keys - {"ratio_type"}
-    with pytest.raises(ValidationError, match="advantage 'sdt' is none of mean, std, .*did you mean std"):
+    with pytest.raises(
+        ValidationError, match="advantage 'sdt' is none of mean, std, .*did you mean std"
+    ):
         GroupConfig(advantage="sdt")
 
 
@@ -191,7 +263,9 @@ def test_names_in_the_configuration_are_those_there_are():
 def documented(tmp_path, monkeypatch):
     """The functions of docs/algorithms.md, as files in the working directory."""
     text = (Path(__file__).parents[2] / "docs/algorithms.md").read_text()
-    for name, code in zip(("my_loss", "my_advantage"), re.findall(r"```python\n(.*?)```", text, re.S), strict=True):
+    for name, code in zip(
+        ("my_loss", "my_advantage"), re.findall(r"```python\n(.*?)```", text, re.S), strict=True
+    ):
         (tmp_path / f"{name}.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [path for path in sys.path if path != str(tmp_path)])
@@ -200,7 +274,9 @@ def documented(tmp_path, monkeypatch):
 def test_the_documented_loss_is_the_same_by_chunks_of_the_head(documented, monkeypatch):
     gradients = []
     drifted = samples()
-    for sample in drifted:  # the last of each sequence moved far, which its other tokens alone do not say
+    for (
+        sample
+    ) in drifted:  # the last of each sequence moved far, which its other tokens alone do not say
         sample.logprobs[-1] -= 0.5
     for rows in (1000, 3):
         monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", 0)
@@ -218,7 +294,9 @@ def test_the_documented_loss_is_the_same_by_chunks_of_the_head(documented, monke
 def test_the_documented_advantage_ranks_a_group(documented):
     group = Scored(np.array([0.5, 1.0, 0.0, 0.5]), np.array([3.0, 9.0, 9.0, 9.0]))
     of = {"advantage": "my_advantage:ranked"}
-    assert make_advantage(GroupConfig(**of))(group).tolist() == pytest.approx([1 / 3, 1, -1, -1 / 3])
+    assert make_advantage(GroupConfig(**of))(group).tolist() == pytest.approx(
+        [1 / 3, 1, -1, -1 / 3]
+    )
     other = GroupConfig(**of, advantage_args={"shorter_first": False})
     assert make_advantage(other)(group).tolist() == pytest.approx([-1 / 3, 1, -1, 1 / 3])
 
@@ -228,7 +306,9 @@ def test_mistakes_in_the_configuration():
         LossConfig(type="pppo")
     with pytest.raises(ValidationError, match="loss.clip_low has no effect with loss.type mask"):
         LossConfig(clip_low=0.1)
-    with pytest.raises(ValidationError, match="loss.max_length has no effect with loss.normalize tokens"):
+    with pytest.raises(
+        ValidationError, match="loss.max_length has no effect with loss.normalize tokens"
+    ):
         LossConfig(max_length=10)
     full = LossConfig(type="ppo", clip_high=0.28).model_dump()
     assert LossConfig(**full).model_dump() == full  # what a run writes down can be read again
@@ -252,7 +332,9 @@ def samples(count=8):
         n = 4 + i % 5
         ids = torch.randint(0, 40, (3 + n,), generator=rng).tolist()
         logprobs = [0.0] * 3 + (-3 - torch.rand(n, generator=rng)).tolist()
-        found.append(Sample(ids, [False] * 3 + [True] * n, logprobs, (-1.0) ** i * (1 + i), 1.0, logprobs))
+        found.append(
+            Sample(ids, [False] * 3 + [True] * n, logprobs, (-1.0) ** i * (1 + i), 1.0, logprobs)
+        )
     return found
 
 
@@ -261,7 +343,9 @@ def samples(count=8):
 def test_gradients_do_not_depend_on_micro_batches(kind, normalize):
     gradients = []
     for budget in (1000, 12):
-        config = TrainerConfig(loss=LossConfig(type=kind, normalize=normalize), micro_batch_tokens=budget)
+        config = TrainerConfig(
+            loss=LossConfig(type=kind, normalize=normalize), micro_batch_tokens=budget
+        )
         trainer = RLTrainer(made(), config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         assert (len(trainer._split_samples(samples())) > 1) == (budget == 12)
@@ -301,7 +385,9 @@ def test_a_loss_of_ones_own_has_the_gradient_of_the_entropy(monkeypatch):
     norms = []
     for whole in (2**30, 0):  # logits kept, and made chunk by chunk
         monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", whole)
-        trainer = RLTrainer(made(), TrainerConfig(loss=LossConfig(type=f"{__name__}:surprise")), max_steps=1)
+        trainer = RLTrainer(
+            made(), TrainerConfig(loss=LossConfig(type=f"{__name__}:surprise")), max_steps=1
+        )
         trainer.optimizer.step = lambda lr: 0.0
         trainer.step(Batch(1, samples()))
         norms.append(sum(float(p.grad.square().sum()) for p in trainer.model.parameters()) ** 0.5)
@@ -313,7 +399,10 @@ def test_the_reference_is_where_training_started():
     config.optim.lr = 1e-2
     trainer = RLTrainer(made().float(), config, max_steps=3)
     values = [trainer.step(Batch(step, samples())) for step in (1, 2)]
-    assert values[0]["reference_kl/mean"] == pytest.approx(0.0, abs=1e-9) and values[1]["reference_kl/mean"] > 1e-6
+    assert (
+        values[0]["reference_kl/mean"] == pytest.approx(0.0, abs=1e-9)
+        and values[1]["reference_kl/mean"] > 1e-6
+    )
 
 
 @pytest.mark.parametrize("rows", [3, 100])

@@ -16,9 +16,13 @@ ROOT = Path(__file__).parents[2]
 
 def run(code, **environment):
     ours = ("HONE_CPU", "ATEN_", "NUMBA_CPU", "OMP_")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)} | environment
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(ours)
+    } | environment
     words = [sys.executable, "-c", code]
-    return subprocess.run(words, capture_output=True, text=True, env=kept, cwd=ROOT, timeout=HANG_SECONDS)
+    return subprocess.run(
+        words, capture_output=True, text=True, env=kept, cwd=ROOT, timeout=HANG_SECONDS
+    )
 
 
 def test_threads_follow_affinity_and_what_the_user_says(monkeypatch):
@@ -57,7 +61,9 @@ def test_a_thread_that_waits_soon_sleeps_unless_the_user_says_otherwise(monkeypa
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     machine.prepare_environment()
-    assert "GOMP_SPINCOUNT" not in os.environ and os.environ["OMP_NUM_THREADS"] == str(machine.usable_cores())
+    assert "GOMP_SPINCOUNT" not in os.environ and os.environ["OMP_NUM_THREADS"] == str(
+        machine.usable_cores()
+    )
     monkeypatch.delenv("OMP_WAIT_POLICY")
     machine.prepare_environment()
     tells = Path("/proc/self/schedstat").exists()  # then `Neighbours` switches
@@ -76,7 +82,10 @@ def test_deadlines_are_longer_where_starting_takes_longer(monkeypatch):
     assert machine.silence_seconds() == 45.0
 
 
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not tell how long threads wait")
+@pytest.mark.skipif(
+    not Path("/proc/self/schedstat").exists(),
+    reason="the kernel does not tell how long threads wait",
+)
 def test_waiting_threads_sleep_while_other_programs_want_the_cores(monkeypatch):
     import torch
 
@@ -95,12 +104,18 @@ def test_waiting_threads_sleep_while_other_programs_want_the_cores(monkeypatch):
     assert not spares()
 
 
-@pytest.mark.parametrize(("mode", "words"), [(0o700, ""), (0o755, ""), (0o777, "everybody may write"), (0o775, "")])
-def test_code_is_loaded_only_from_directories_that_others_cannot_write(tmp_path, monkeypatch, mode, words):
+@pytest.mark.parametrize(
+    ("mode", "words"), [(0o700, ""), (0o755, ""), (0o777, "everybody may write"), (0o775, "")]
+)
+def test_code_is_loaded_only_from_directories_that_others_cannot_write(
+    tmp_path, monkeypatch, mode, words
+):
     cache = tmp_path / "triton"
     cache.mkdir()
     cache.chmod(mode)
-    assert words in machine.written_by_others(cache) and bool(words) == bool(machine.written_by_others(cache))
+    assert words in machine.written_by_others(cache) and bool(words) == bool(
+        machine.written_by_others(cache)
+    )
     assert not words or cache.stat().st_mode & 0o777 == mode
     assert words or cache.stat().st_mode & 0o022 == 0  # the group's right to write is taken away
     monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
@@ -110,7 +125,9 @@ def test_code_is_loaded_only_from_directories_that_others_cannot_write(tmp_path,
 
 def test_a_module_of_the_working_directory_is_not_imported(tmp_path):
     for name in ("numpy", "torch", "json"):
-        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')\nraise SystemExit(3)\n")
+        (tmp_path / f"{name}.py").write_text(
+            f"open({str(tmp_path / 'was_run')!r}, 'w')\nraise SystemExit(3)\n"
+        )
     words = [sys.executable, "-m", "hone", "sft", "--help"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr

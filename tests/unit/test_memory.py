@@ -29,7 +29,9 @@ def test_what_is_given_stands():
 
 
 def test_no_room_says_what_takes_it():
-    with pytest.raises(ValueError, match=r"has 100.0 GiB free.* may take 80.0 .* leaves 14.0; .* take 6.50"):
+    with pytest.raises(
+        ValueError, match=r"has 100.0 GiB free.* may take 80.0 .* leaves 14.0; .* take 6.50"
+    ):
         shared(6.5, reserved=80)
 
 

@@ -33,7 +33,10 @@ def draw_text(rng, least=1):
 
 def draw_arguments(rng):
     values = [rng.randint(0, 9), draw_text(rng), [1, "a"], {"k": draw_text(rng)}, True, 1.5]
-    return {key: rng.choice(values[:2] if key in "ab" else [values["cdef".index(key) + 2]]) for key in draw_keys(rng)}
+    return {
+        key: rng.choice(values[:2] if key in "ab" else [values["cdef".index(key) + 2]])
+        for key in draw_keys(rng)
+    }
 
 
 def draw_keys(rng):
@@ -47,7 +50,11 @@ def draw_conversation(rng, calls=True):
         messages.append({"role": "user", "content": draw_text(rng)})
         if calls and rng.random() < 0.6:
             arguments = {key: str(value) for key, value in draw_arguments(rng).items()}
-            call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+            call = {
+                "id": "call_1",
+                "type": "function",
+                "function": {"name": "add", "arguments": arguments},
+            }
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
             messages.append({"role": "tool", "content": draw_text(rng), "tool_call_id": "call_1"})
         messages.append({"role": "assistant", "content": draw_text(rng)})
@@ -73,7 +80,9 @@ def disguise(rng, message):
         if rng.random() < 0.5:
             call |= {"index": None}
             call["function"] |= {"description": None}
-    message |= rng.choice([{}, {"name": None}, {"refusal": None, "audio": None, "function_call": None}])
+    message |= rng.choice(
+        [{}, {"name": None}, {"refusal": None, "audio": None, "function_call": None}]
+    )
     if message["role"] == "system" and rng.random() < 0.5:
         message["role"] = "developer"
     return message
@@ -101,7 +110,9 @@ def test_all_entrances_give_the_tokens_that_transformers_gives_for_the_plain_for
         for ids in found:
             assert ids == expected, (seed, written)
         whole = [*plain, {"role": "assistant", "content": "end"}]
-        trained = ours.conversation_ids([*written, {"role": "assistant", "content": [{"type": "text", "text": "end"}]}])
+        trained = ours.conversation_ids(
+            [*written, {"role": "assistant", "content": [{"type": "text", "text": "end"}]}]
+        )
         assert trained[-1][0] == theirs.apply_chat_template(whole, return_dict=False), seed
 
 
@@ -118,16 +129,34 @@ def test_arrow_columns_add_nothing_to_a_conversation(save, tmp_path):  # noqa: F
 
     directory = save(TOOLS)
     theirs, ours = AutoTokenizer.from_pretrained(directory), Tokenizer(directory)
-    every = {"function": {"name": "add", "arguments": dict.fromkeys("abcdef", "x")}}  # an Arrow column's order of keys
-    first = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [every]}]
+    every = {
+        "function": {"name": "add", "arguments": dict.fromkeys("abcdef", "x")}
+    }  # an Arrow column's order of keys
+    first = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "", "tool_calls": [every]},
+    ]
     parameters = {key: {"type": "string"} for key in "abcdef"}
-    function = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": parameters}}
+    function = {
+        "name": "add",
+        "description": "adds",
+        "parameters": {"type": "object", "properties": parameters},
+    }
     rows = [{"messages": first, "tools": [{"type": "function", "function": function}]}]
     for seed in SEEDS:
         rng = random.Random(seed)
         parameters = {key: {"type": "string"} for key in draw_keys(rng)}
-        function = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": parameters}}
-        rows.append({"messages": draw_conversation(rng), "tools": [{"type": "function", "function": function}]})
+        function = {
+            "name": "add",
+            "description": "adds",
+            "parameters": {"type": "object", "properties": parameters},
+        }
+        rows.append(
+            {
+                "messages": draw_conversation(rng),
+                "tools": [{"type": "function", "function": function}],
+            }
+        )
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
@@ -141,7 +170,12 @@ def test_arrow_columns_add_nothing_to_a_conversation(save, tmp_path):  # noqa: F
 
 def test_nulls_that_a_row_wrote_itself_stay(save, tmp_path):  # noqa: F811
     call = {"function": {"name": "add", "arguments": {"a": None, "b": [None, 1]}}}
-    row = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [call]}]}
+    row = {
+        "messages": [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+        ]
+    }
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     (read,) = load_rows(str(tmp_path / "a.jsonl"), "train")
     template = Tokenizer(save(PICKY)).template
@@ -158,11 +192,20 @@ def test_nulls_that_a_row_wrote_itself_stay(save, tmp_path):  # noqa: F811
             r"message 1 \(user\), content: text or a list of text parts is needed, found 5",
         ),
         (
-            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}]},
+            {
+                "role": "user",
+                "content": [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {}}],
+            },
             r"content\[1\]: messages may contain text parts only \(type text\), found a part of type 'image_url'",
         ),
-        ({"role": "user", "content": [{"type": "text", "text": None}]}, r"content\[0\]: the text of a part is needed"),
-        ({"role": "assistant", "tool_calls": [{"function": {}}]}, r"tool_calls\[0\]: function with name and arguments"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": None}]},
+            r"content\[0\]: the text of a part is needed",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {}}]},
+            r"tool_calls\[0\]: function with name and arguments",
+        ),
         ({"role": "assistant", "tool_calls": "add"}, "tool_calls: a list is needed"),
         ("hello", "message 1: it is no message"),
     ],
@@ -182,7 +225,9 @@ def test_a_message_that_the_template_has_no_place_for_is_refused_and_never_lost(
     )
     assert template.render_conversation([user, answer, user]) == "[U]5[A]5</s>[U]5"
     for role in ("tool", "function", "ipython"):
-        with pytest.raises(MessageError, match=rf"leaves out message 2: it has no place for role '{role}' there"):
+        with pytest.raises(
+            MessageError, match=rf"leaves out message 2: it has no place for role '{role}' there"
+        ):
             template.render_conversation([user, answer, {"role": role, "content": "5"}])
 
 
@@ -194,7 +239,8 @@ def test_a_template_of_text_parts_is_given_parts():
 
 def test_arguments_are_json_for_a_template_that_joins_them_to_its_text():
     source = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '(' + c.function.arguments + ')' }}{% endfor %}"
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ '(' + c.function.arguments + ')' }}{% endfor %}"
     )
     template = ChatTemplate(source + "{{ m.content }}{% endfor %}", {})
     for arguments in ({"a": "é"}, '{"a": "é"}'):
@@ -204,9 +250,14 @@ def test_arguments_are_json_for_a_template_that_joins_them_to_its_text():
 
 
 def test_reasoning_is_known_by_each_of_its_names():
-    template = ChatTemplate("{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}", {})
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m.reasoning_content or '' }}|{{ m.content }}{% endfor %}", {}
+    )
     for name in ("reasoning_content", "reasoning", "thinking"):
-        assert template.render_conversation([{"role": "assistant", "content": "a", name: "because"}]) == "because|a"
+        assert (
+            template.render_conversation([{"role": "assistant", "content": "a", name: "because"}])
+            == "because|a"
+        )
 
 
 BESIDE = """{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{{ m.tool_calls[0].function.name }}
@@ -216,9 +267,15 @@ BESIDE = """{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}{{ m.tool_
 @pytest.mark.parametrize(
     ("message", "words"),
     [
-        ({"content": "LOST", "tool_calls": [{"function": {"name": "f"}}]}, "no place for content beside tool calls"),
+        (
+            {"content": "LOST", "tool_calls": [{"function": {"name": "f"}}]},
+            "no place for content beside tool calls",
+        ),
         ({"tool_calls": [{"function": {"name": n}} for n in "fg"]}, "no place for 2 tool calls"),
-        ({"content": None, "function_call": {"name": "f", "arguments": "{}"}}, "function_call is OpenAI's older form"),
+        (
+            {"content": None, "function_call": {"name": "f", "arguments": "{}"}},
+            "function_call is OpenAI's older form",
+        ),
     ],
 )
 def test_no_part_of_a_message_is_lost(message, words):
@@ -228,7 +285,9 @@ def test_no_part_of_a_message_is_lost(message, words):
         template.render_conversation([user, {"role": "assistant", **message}])
     assert template.most_calls == 1
     assert (
-        template.render_conversation([user, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}])
+        template.render_conversation(
+            [user, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+        )
         == "[user]?[assistant]f"
     )
 
@@ -237,7 +296,9 @@ def test_no_part_of_a_message_is_lost(message, words):
 def test_deep_nesting_is_refused_or_stays_text(tmp_path, depth):
     template = ChatTemplate(PICKY, {})
     call = {"function": {"name": "f", "arguments": "[" * depth}}
-    text = template.render_conversation([{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}])
+    text = template.render_conversation(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": [call]}]
+    )
     assert "[" * depth in text
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "[" * depth)
     with pytest.raises(ValueError, match="a.jsonl, line 1 is not valid JSON"):

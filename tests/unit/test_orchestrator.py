@@ -35,7 +35,11 @@ class Model:
         self.asked += 1
         await asyncio.sleep(self.seconds(sampling.seed))
         digit = random.Random(sampling.seed).randrange(10)
-        return Turn([1, 2], Completion([10 + digit, 3], [-1.0, -0.5], [self.version] * 2, "stop"), str(digit))
+        return Turn(
+            [1, 2],
+            Completion([10 + digit, 3], [-1.0, -0.5], [self.version] * 2, "stop"),
+            str(digit),
+        )
 
 
 class Digits(SingleTurnEnv):
@@ -50,7 +54,9 @@ class Digits(SingleTurnEnv):
 
 def orchestrator(model, env=None, level=0, **config):
     settings = {"env": {"id": "digits"}, "batch_size": 16, "rollouts_per_example": 4, **config}
-    made = Orchestrator(OrchestratorConfig.model_validate(settings), {"digits": env or Digits()}, model, 0, level)
+    made = Orchestrator(
+        OrchestratorConfig.model_validate(settings), {"digits": env or Digits()}, model, 0, level
+    )
     adopt = made.on_adopted
 
     def adopted(version):
@@ -77,7 +83,10 @@ def test_an_error_of_a_group_is_not_forgotten_for_the_next_that_is_well():
     async def program():
         made = orchestrator(Model())
         made.teacher = Teacher()
-        made.settings = {name: one.model_copy(update={"teacher_logprobs": True}) for name, one in made.settings.items()}
+        made.settings = {
+            name: one.model_copy(update={"teacher_logprobs": True})
+            for name, one in made.settings.items()
+        }
         made.on_adopted(0)
         await asyncio.sleep(0.05)
         with pytest.raises(ConnectionError, match="the teacher is gone"):
@@ -121,16 +130,27 @@ def test_on_policy_the_groups_of_a_step_follow_from_its_number():
         return found
 
     whole, start = run(steps(1, 6)), run(steps(1, 3))
-    assert [[g.task.number for g in c.groups] for c in whole] == [[4 * i + k for k in range(4)] for i in range(6)]
+    assert [[g.task.number for g in c.groups] for c in whole] == [
+        [4 * i + k for k in range(4)] for i in range(6)
+    ]
     rest = run(steps(4, 3, start[-1].progress))
     of = start[-1].progress.pop("of")
     assert start[-1].progress == {"step": 3, "next": 12, "untrained": [], "streams": [[0, 12, 0.0]]}
     other = orchestrator(Model(), batch_size=20)
-    with pytest.raises(ValueError, match="batch_size / rollouts_per_example differs from the run's: it had 4, found 5"):
+    with pytest.raises(
+        ValueError,
+        match="batch_size / rollouts_per_example differs from the run's: it had 4, found 5",
+    ):
         other.go_on(4, {**start[-1].progress, "of": of})
     for one, two in zip(whole, start + rest, strict=True):
-        assert [s.ids.tolist() for s in one.batch.samples] == [s.ids.tolist() for s in two.batch.samples]
-        assert one.measure()["batch/off_policy_level/max"] == two.measure()["batch/off_policy_level/max"] == 0
+        assert [s.ids.tolist() for s in one.batch.samples] == [
+            s.ids.tolist() for s in two.batch.samples
+        ]
+        assert (
+            one.measure()["batch/off_policy_level/max"]
+            == two.measure()["batch/off_policy_level/max"]
+            == 0
+        )
 
 
 @pytest.mark.parametrize(("level", "oversampling"), [(1, 1.0), (1, 1.5), (3, 1.25)])
@@ -140,7 +160,12 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
     bound = level + 1
 
     async def steps(first, count, progress):
-        made = orchestrator(Model(seconds), level=level, oversampling_factor=oversampling, max_off_policy_steps=bound)
+        made = orchestrator(
+            Model(seconds),
+            level=level,
+            oversampling_factor=oversampling,
+            max_off_policy_steps=bound,
+        )
         made.go_on(first, progress)
         made.on_adopted(first - 1)
         found, trained = [], first - 1
@@ -149,7 +174,9 @@ def test_ahead_of_training_nothing_is_older_than_allowed_lost_or_doubled(level, 
                 await asyncio.sleep(0.003)
                 trained += 1
                 made.on_adopted(trained)
-            assert len(made.under_way) + len(made.ready) <= 4 * (level + 1) + math.ceil(4 * (oversampling - 1))
+            assert len(made.under_way) + len(made.ready) <= 4 * (level + 1) + math.ceil(
+                4 * (oversampling - 1)
+            )
             found.append(await made.collect_step(step))
         await made.close()
         return found
@@ -190,9 +217,11 @@ def test_a_step_more_is_under_way_with_each_version_that_training_gives():
 def test_what_has_become_too_old_is_begun_again():
     async def program():
         made = orchestrator(
-            Model(lambda seed: 30.0 if seed == 0 and model.asked == 1 else 0.001), level=1, oversampling_factor=1.5,
+            Model(lambda seed: 30.0 if seed == 0 and model.asked == 1 else 0.001),
+            level=1,
+            oversampling_factor=1.5,
             max_off_policy_steps=2,
-        )  # fmt: skip
+        )
         model = made.client
         made.on_adopted(0)
         found = []
@@ -244,10 +273,15 @@ def test_groups_without_signal_are_replaced_up_to_a_limit():
 
     collected, progress = run(program(rare))
     used = [g for g in collected.groups if not g.unused]
-    assert len(used) == 4 and collected.measure()["batch/groups_replaced"] == len(collected.groups) - 4 > 0
+    assert (
+        len(used) == 4
+        and collected.measure()["batch/groups_replaced"] == len(collected.groups) - 4 > 0
+    )
     assert progress["next"] == len(collected.groups) and progress["untrained"] == []
     solved, _ = run(program(Digits(reward=lambda digit: 1.0)))
-    assert len(solved.groups) == 20 and not solved.batch.samples  # four batches replaced, then without
+    assert (
+        len(solved.groups) == 20 and not solved.batch.samples
+    )  # four batches replaced, then without
 
 
 def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
@@ -294,7 +328,10 @@ def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
         assert sum(c.measure()[f"failures/{kind}"] for c in found) == expected[kind] > 50
     assert sum(c.measure()["progress/samples"] for c in found) == expected["well"]
     errors = Counter(r.error for c in found for g in c.groups for r in g.rollouts if r.error)
-    assert errors["the reward is nan"] == expected["not_finite"] and errors["KeyError: 'x'"] == expected["raised"]
+    assert (
+        errors["the reward is nan"] == expected["not_finite"]
+        and errors["KeyError: 'x'"] == expected["raised"]
+    )
 
 
 def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
@@ -314,39 +351,73 @@ def test_a_rollout_that_fails_once_is_tried_again_with_its_seed():
 
     again, plain = run(collected(Once())), run(collected(Digits()))
     assert again.measure()["failures/raised"] == 6 and again.measure()["progress/failed"] == 0
-    assert [s.ids.tolist() for s in again.batch.samples] == [s.ids.tolist() for s in plain.batch.samples]
+    assert [s.ids.tolist() for s in again.batch.samples] == [
+        s.ids.tolist() for s in plain.batch.samples
+    ]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_an_algorithm_sets_what_is_not_given(name):
-    given = {"model": {"name": "m"}, "orchestrator": {"env": {"id": "digits"}, "teacher": {"model": "t"}}}
-    config = RLConfig.model_validate(RLConfig.prepare_values({**given, "algorithm": name}, {}, set()))
+    given = {
+        "model": {"name": "m"},
+        "orchestrator": {"env": {"id": "digits"}, "teacher": {"model": "t"}},
+    }
+    config = RLConfig.model_validate(
+        RLConfig.prepare_values({**given, "algorithm": name}, {}, set())
+    )
     for section, values in ALGORITHMS[name].items():
         for key, value in values.items():
             found = getattr(getattr(config, section), key)
-            assert (found.model_dump() | value == found.model_dump()) if isinstance(value, dict) else found == value
+            assert (
+                (found.model_dump() | value == found.model_dump())
+                if isinstance(value, dict)
+                else found == value
+            )
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     assert page.count(f"| `{name}` |") == 2  # its formula and its source
     alone = {"id": "digits", "name": "alone", "algorithm": name}
     several = RLConfig.prepare_values(
-        {**given, "orchestrator": {"env": [{"id": "digits"}, alone], "teacher": {"model": "t"}}}, {}, set()
+        {**given, "orchestrator": {"env": [{"id": "digits"}, alone], "teacher": {"model": "t"}}},
+        {},
+        set(),
     )
     several = RLConfig.model_validate(several)
-    assert several.trainer.loss_of == {"alone": config.trainer.loss} and several.trainer.loss == LossConfig()
-    assert several.orchestrator.group_config_of("alone") == config.orchestrator.group_config_of("digits")
+    assert (
+        several.trainer.loss_of == {"alone": config.trainer.loss}
+        and several.trainer.loss == LossConfig()
+    )
+    assert several.orchestrator.group_config_of("alone") == config.orchestrator.group_config_of(
+        "digits"
+    )
     own = {**given, "algorithm": name, "trainer": {"loss": {"type": "tis", "ratio_cap": 3.0}}}
     own = RLConfig.model_validate(RLConfig.prepare_values(own, {}, set()))
     assert own.trainer.loss.type == "tis" and own.trainer.loss.ratio_cap == 3.0
-    more = {**given, "algorithm": name, "orchestrator": {**given["orchestrator"], "advantage": "rloo"}}
-    assert RLConfig.model_validate(RLConfig.prepare_values(more, {}, set())).orchestrator.advantage == "rloo"
+    more = {
+        **given,
+        "algorithm": name,
+        "orchestrator": {**given["orchestrator"], "advantage": "rloo"},
+    }
+    assert (
+        RLConfig.model_validate(RLConfig.prepare_values(more, {}, set())).orchestrator.advantage
+        == "rloo"
+    )
 
 
 def test_a_step_without_signal_says_why():
-    values = {"batch/solve_all": 0.0, "batch/solve_none": 1.0, "is_truncated/mean": 0.0, "progress/failed": 3}
+    values = {
+        "batch/solve_all": 0.0,
+        "batch/solve_none": 1.0,
+        "is_truncated/mean": 0.0,
+        "progress/failed": 3,
+    }
     line = why_no_signal(7, values)
-    assert line.startswith("Step 7: nothing to learn from: no rollout was rewarded (3 failed); what helps: ")
+    assert line.startswith(
+        "Step 7: nothing to learn from: no rollout was rewarded (3 failed); what helps: "
+    )
     assert "most completions were cut off" in why_no_signal(7, values | {"is_truncated/mean": 0.9})
-    assert "every rollout was solved" in why_no_signal(7, values | {"batch/solve_all": 1.0, "batch/solve_none": 0.0})
+    assert "every rollout was solved" in why_no_signal(
+        7, values | {"batch/solve_all": 1.0, "batch/solve_none": 0.0}
+    )
     assert "the same reward" in why_no_signal(7, values | {"batch/solve_none": 0.5})
 
 
@@ -380,12 +451,25 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
             return await super().chat(prompt, sampling)
 
     drawn = Counter()
-    config = OrchestratorConfig.model_validate({
-        "batch_size": 32, "rollouts_per_example": 4, "drop_zero_signal": False,
-        "env": [{"id": "digits", "ratio": 3.0},
-                {"id": "digits", "name": "few", "ratio": 1.0, "rollouts_per_example": 2, "temperature": 0.5,
-                 "max_tokens": 7, "advantage": "rloo"}],
-    })  # fmt: skip
+    config = OrchestratorConfig.model_validate(
+        {
+            "batch_size": 32,
+            "rollouts_per_example": 4,
+            "drop_zero_signal": False,
+            "env": [
+                {"id": "digits", "ratio": 3.0},
+                {
+                    "id": "digits",
+                    "name": "few",
+                    "ratio": 1.0,
+                    "rollouts_per_example": 2,
+                    "temperature": 0.5,
+                    "max_tokens": 7,
+                    "advantage": "rloo",
+                },
+            ],
+        }
+    )
 
     async def program():
         made = Orchestrator(config, {"digits": Digits(), "few": Digits()}, Seen(), 0)
@@ -398,11 +482,20 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
     found = run(program())
     for collected in found:
         sizes = Counter((g.task.env, len(g.rollouts)) for g in collected.groups)
-        assert sizes == {("digits", 4): 6, ("few", 2): 2} and collected.measure()["batch/few/groups"] == 2
-        assert {(s.env, s.temperature) for s in collected.batch.samples} == {("digits", 1.0), ("few", 0.5)}
+        assert (
+            sizes == {("digits", 4): 6, ("few", 2): 2}
+            and collected.measure()["batch/few/groups"] == 2
+        )
+        assert {(s.env, s.temperature) for s in collected.batch.samples} == {
+            ("digits", 1.0),
+            ("few", 0.5),
+        }
         few = next(g for g in collected.groups if g.task.env == "few")
         (one, two), rewards = few.advantages, few.reward_list
-        assert (one, two) == (rewards[0] - rewards[1], rewards[1] - rewards[0])  # rloo: less the mean of the others
+        assert (one, two) == (
+            rewards[0] - rewards[1],
+            rewards[1] - rewards[0],
+        )  # rloo: less the mean of the others
     assert drawn[1.0, 128] == 4 * 24 and drawn[0.5, 7] == 4 * 4
 
 
@@ -431,10 +524,16 @@ def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_
     counts = [c.measure()["batch/groups_replayed"] for c in found]
     fresh = [sum(not g.unused for g in c.groups) for c in found]
     assert fresh == [4, 4, 0, 0, 0, 0, 0] and counts == [0, 0, 4, 4, 4, 0, 0]
-    assert found[2].batch.samples == found[3].batch.samples == found[1].batch.samples  # twice those of step 2,
-    assert found[4].batch.samples == found[0].batch.samples  # then of step 1, which are too old after that
+    assert (
+        found[2].batch.samples == found[3].batch.samples == found[1].batch.samples
+    )  # twice those of step 2,
+    assert (
+        found[4].batch.samples == found[0].batch.samples
+    )  # then of step 1, which are too old after that
     assert [c.measure()["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
     again = run(steps(4, 4, json.loads(json.dumps(found[2].progress))))
     for one, two in zip(found[3:], again, strict=True):
-        assert [s.ids.tolist() for s in one.batch.samples] == [s.ids.tolist() for s in two.batch.samples]
+        assert [s.ids.tolist() for s in one.batch.samples] == [
+            s.ids.tolist() for s in two.batch.samples
+        ]
         assert [s.advantage for s in one.batch.samples] == [s.advantage for s in two.batch.samples]

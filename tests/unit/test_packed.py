@@ -11,7 +11,9 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
-QWEN3 = ModelSpec(70, 40, 72, 2, 4, 2, 16, 1e-6, 1000.0, True, 512, 0.3, False)  # sizes that leave edges everywhere
+QWEN3 = ModelSpec(
+    70, 40, 72, 2, 4, 2, 16, 1e-6, 1000.0, True, 512, 0.3, False
+)  # sizes that leave edges everywhere
 SPECS = {
     "qwen3": QWEN3,
     "qwen2": replace(QWEN3, qkv_bias=True, qk_norm=False),
@@ -36,7 +38,9 @@ def made(spec):
 def requests():
     lengths = [1, 3, 64, 65, 150, 30, 30, 300, 8, 9]
     return [
-        GenerateRequest([(7 * i + j * j) % 70 for j in range(n)], Sampling(1.0, 5 + i, seed=i), frozenset())
+        GenerateRequest(
+            [(7 * i + j * j) % 70 for j in range(n)], Sampling(1.0, 5 + i, seed=i), frozenset()
+        )
         for i, n in enumerate(lengths)
     ]
 
@@ -48,7 +52,9 @@ def test_packed_and_layer_by_layer_give_the_same(family):
     plain.packed = None
     for one, two in zip(packed.generate(requests()), plain.generate(requests()), strict=True):
         assert one.ids == two.ids
-        torch.testing.assert_close(torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=2e-5)
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(two.logprobs), rtol=0, atol=2e-5
+        )
 
 
 def test_weights_that_change_in_place_are_packed_again():

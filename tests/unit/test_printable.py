@@ -14,20 +14,35 @@ from hone.records import Example, Rollout
 from hone.text.printable import ACTING, indent_lines, make_line, make_printable
 
 ATTACKS = [
-    "\x1b]52;c;ZXZpbA==\x07", "\x1b]0;title\x07", "\x1b[2J\x1b[H", "\x9b2J", "a\rb", "\x08\x08\x08", "\x1bc",
-    "\u202egnp.exe", "\u2028next", "x\n12:00:00 SUCCESS Step 9 | Reward: 1.0", "\x00", "\x7f",
-]  # fmt: skip
+    "\x1b]52;c;ZXZpbA==\x07",
+    "\x1b]0;title\x07",
+    "\x1b[2J\x1b[H",
+    "\x9b2J",
+    "a\rb",
+    "\x08\x08\x08",
+    "\x1bc",
+    "\u202egnp.exe",
+    "\u2028next",
+    "x\n12:00:00 SUCCESS Step 9 | Reward: 1.0",
+    "\x00",
+    "\x7f",
+]
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e]")
 
 
 def test_nothing_that_acts_is_left_and_plain_text_is_as_it_was():
     for seed in range(300):
         rng = random.Random(seed)
-        text = "".join(chr(rng.choice([rng.randrange(0x300), rng.randrange(0x2000, 0x2100)])) for _ in range(40))
+        text = "".join(
+            chr(rng.choice([rng.randrange(0x300), rng.randrange(0x2000, 0x2100)]))
+            for _ in range(40)
+        )
         assert not CONTROL.search(make_printable(text)) and "\n" not in make_line(text)
         plain = ACTING.sub("", text)
         assert make_printable(plain) == plain
-    assert make_printable("\x1b[2J") == "\\x1b[2J" and make_printable("日本 é\t🙂\n") == "日本 é\t🙂\n"
+    assert (
+        make_printable("\x1b[2J") == "\\x1b[2J" and make_printable("日本 é\t🙂\n") == "日本 é\t🙂\n"
+    )
     assert indent_lines("a\nb") == "a\n    b"
 
 
@@ -42,21 +57,37 @@ def test_a_log_has_one_record_a_line_that_begins_with_a_time(tmp_path, capsys):
     for text in (capsys.readouterr().out, (tmp_path / "orchestrator.log").read_text()):
         assert not CONTROL.search(text)
         lines = text.splitlines()
-        assert len([line for line in lines if re.match(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d", line)]) == len(ATTACKS) + 1
-        assert all("Took" in line or "WARNING" in line for line in lines if not line.startswith("    "))
+        assert (
+            len([line for line in lines if re.match(r"(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d", line)])
+            == len(ATTACKS) + 1
+        )
+        assert all(
+            "Took" in line or "WARNING" in line for line in lines if not line.startswith("    ")
+        )
 
 
 def test_completions_are_shown_and_do_nothing(capsys):
     for attack in ATTACKS:
         rollout = Rollout(
-            Example(0, [{"role": "user", "content": attack}]), [], [{"role": "assistant", "content": attack}]
+            Example(0, [{"role": "user", "content": attack}]),
+            [],
+            [{"role": "assistant", "content": attack}],
         )
         rollout.error = attack
         settings = {
-            "env": attack, "model": attack, "base_url": "b", "num_examples": 1, "rollouts_per_example": 1,
-            "temperature": 1, "max_tokens": 1, "reward": None, "failed": 1, "prompt_tokens": 0, "completion_tokens": 0,
+            "env": attack,
+            "model": attack,
+            "base_url": "b",
+            "num_examples": 1,
+            "rollouts_per_example": 1,
+            "temperature": 1,
+            "max_tokens": 1,
+            "reward": None,
+            "failed": 1,
+            "prompt_tokens": 0,
+            "completion_tokens": 0,
             "seconds": 1.0,
-        }  # fmt: skip
+        }
         print_results(settings, [rollout], verbose=True)
         assert not CONTROL.search(capsys.readouterr().out)
 

@@ -39,7 +39,9 @@ def test_the_two_sides_of_a_cpu_agree_closely(has_adapter):
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_changed_block_is_named(adds, monkeypatch):
     """`adds`: the sampler's blocks have added to the stream what they give, as kernels for few rows do."""
-    trained = model().double()  # so exact that both sides agree to the last bits of what is compared
+    trained = (
+        model().double()
+    )  # so exact that both sides agree to the last bits of what is compared
     monkeypatch.setattr(probing, "_on_host", lambda x: x.detach().float().round(decimals=4))
     sampled, outputs_of = copy.deepcopy(trained), probing.outputs_of
 
@@ -49,20 +51,28 @@ def test_a_changed_block_is_named(adds, monkeypatch):
             yield found
         if of is sampled:
             for block in found:
-                following = None if block is found[-1] else Scaled(torch.empty(0), torch.empty(0), 1e-6)
+                following = (
+                    None if block is found[-1] else Scaled(torch.empty(0), torch.empty(0), 1e-6)
+                )
                 block[:] = [(stream + pending, following) for stream, pending in block]
 
     if adds:
         monkeypatch.setattr(probing, "outputs_of", added)
     engine = probing.Engine(trained, max_batch_size=8, max_model_len=64, kv_cache_gib=0.1)
-    rollouts = [one for one in sample_waves(engine, 4, 16, 1.0, random.Random(0)) if len(one[1]) > 2][:1]
+    rollouts = [
+        one for one in sample_waves(engine, 4, 16, 1.0, random.Random(0)) if len(one[1]) > 2
+    ][:1]
     assert first_layer(trained, sampled, rollouts) == ""
     with torch.no_grad():
         sampled.blocks[1].mlp.down.weight.mul_(1.1)
-    assert first_layer(trained, sampled, rollouts) == ("layer 1" if adds else "layer 1 (feed-forward)")
+    assert first_layer(trained, sampled, rollouts) == (
+        "layer 1" if adds else "layer 1 (feed-forward)"
+    )
 
 
 def test_exact_numerics_are_for_a_gpu():
     with pytest.raises(ValueError, match=r"model.numerics exact is for a GPU.*take fast"):
-        load_configured(ModelConfig(name=str(TINY_MODEL), random_init=True, device="cpu", numerics="exact"))
+        load_configured(
+            ModelConfig(name=str(TINY_MODEL), random_init=True, device="cpu", numerics="exact")
+        )
     assert load_config(ProbeConfig, ["--model.name", "m", "--lora.rank", "4"]).lora.rank == 4

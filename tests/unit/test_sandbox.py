@@ -16,8 +16,17 @@ from tests.hangs import HANG_SECONDS
 
 
 def can_contain():
-    words = [*([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--net", "--pid", "--fork", "--mount"]
-    return shutil.which("unshare") and not subprocess.run(["unshare", *words, "true"], capture_output=True).returncode
+    words = [
+        *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]),
+        "--net",
+        "--pid",
+        "--fork",
+        "--mount",
+    ]
+    return (
+        shutil.which("unshare")
+        and not subprocess.run(["unshare", *words, "true"], capture_output=True).returncode
+    )
 
 
 contained = pytest.mark.skipif(not can_contain(), reason="this machine has no namespaces for it")
@@ -37,9 +46,19 @@ def run(*codes, limits=LIMITS):
 
 @contained
 def test_a_session_keeps_its_names_and_shows_its_last_value():
-    said = run("x = 20\nprint('so')\nx + 1", "x * 2", "x = None", "x", "1 / 0", "def f(:", "import math; math.pi")
+    said = run(
+        "x = 20\nprint('so')\nx + 1",
+        "x * 2",
+        "x = None",
+        "x",
+        "1 / 0",
+        "def f(:",
+        "import math; math.pi",
+    )
     assert said[:4] == ["so\n21", "40", "", ""]
-    assert said[4] == 'Traceback (most recent call last):\n  File "<python>", line 1, in <module>\n' + (
+    assert said[
+        4
+    ] == 'Traceback (most recent call last):\n  File "<python>", line 1, in <module>\n' + (
         "ZeroDivisionError: division by zero"
     )
     assert "SyntaxError" in said[5] and said[6].startswith("3.14")
@@ -51,9 +70,14 @@ def test_a_session_keeps_its_names_and_shows_its_last_value():
     [
         ("import os\nwhile True: os.fork()", "PermissionError"),
         ("import os\nos.execv('/bin/true', ['true'])", "PermissionError"),
-        ("import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()", "PermissionError"),
-        ("import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
-         "can't start new thread"),
+        (
+            "import multiprocessing as m\nm.get_context('spawn').Process(target=print).start()",
+            "PermissionError",
+        ),
+        (
+            "import threading, time\nfor _ in range(99): threading.Thread(target=time.sleep, args=(9,)).start()",
+            "can't start new thread",
+        ),
         ("import os\nos.memfd_create('m')", "PermissionError"),
         ("import socket\nsocket.socket(40, socket.SOCK_STREAM)", "PermissionError"),
         ("for i in range(150_000): open(f'f{i}', 'w').close()", "No space left"),
@@ -69,15 +93,23 @@ def test_a_session_keeps_its_names_and_shows_its_last_value():
         ("import socket; socket.create_connection(('127.0.0.1', 80), 1)", "Error"),
         ("import socket; socket.create_connection(('1.1.1.1', 80), 1)", "Network is unreachable"),
         ("import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\nprint('none')", ""),
-        ("import subprocess\np = subprocess.Popen(['sleep', '99'], start_new_session=True)", "PermissionError"),
-        ("with open('f', 'wb') as f:\n for i in range(64): f.write(b'a' * 2**16)", "File too large"),
+        (
+            "import subprocess\np = subprocess.Popen(['sleep', '99'], start_new_session=True)",
+            "PermissionError",
+        ),
+        (
+            "with open('f', 'wb') as f:\n for i in range(64): f.write(b'a' * 2**16)",
+            "File too large",
+        ),
         ("import os; os._exit(3)", "ended the session (exit code 3)"),
         ("import ctypes; ctypes.string_at(0)", "ended the session (SIGSEGV)"),
     ],
-)  # fmt: skip
+)
 def test_what_it_tries_is_contained_and_said(code, words):
     said, after = run(
-        code, "6 * 7", limits=Limits(seconds=4.0 if "10**6" in code else 1.0, memory=512 << 20, file=1 << 20)
+        code,
+        "6 * 7",
+        limits=Limits(seconds=4.0 if "10**6" in code else 1.0, memory=512 << 20, file=1 << 20),
     )
     assert words in said and after == "42"
     assert len(said) < LIMITS.output + 500
@@ -98,7 +130,9 @@ def test_a_background_thread_computes_only_during_calls():
         return answers
 
     began, did_run, before, after = asyncio.run(call_with_pauses())
-    assert began == "" and did_run == "True" and int(after) - int(before) < 200  # 500 in half a second
+    assert (
+        began == "" and did_run == "True" and int(after) - int(before) < 200
+    )  # 500 in half a second
 
 
 @contained
@@ -107,7 +141,9 @@ def test_a_forged_end_of_a_call_gains_nothing():
     start = time.monotonic()
     said = run("y = 1", forge, "y", "6 * 7")
     assert time.monotonic() - start < 4 * LIMITS.seconds + 5
-    assert "did not end within 1 s" in said[2] and said[3] == "42"  # the call after the forged one pays
+    assert (
+        "did not end within 1 s" in said[2] and said[3] == "42"
+    )  # the call after the forged one pays
 
 
 @contained
@@ -137,12 +173,17 @@ def test_a_sandbox_ends_when_its_owner_is_killed():
         "async def go():\n s = await Sandbox.start()\n print(s.process.pid, flush=True)\n os.kill(os.getpid(), 9)\n"
         "asyncio.run(go())"
     )
-    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=HANG_SECONDS)
+    done = subprocess.run(
+        [sys.executable, "-c", source], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     pid = int(done.stdout)
 
     async def gone():
         async with asyncio.timeout(30):
-            while os.path.exists(f"/proc/{pid}") and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]:
+            while (
+                os.path.exists(f"/proc/{pid}")
+                and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+            ):
                 await asyncio.sleep(0.02)
 
     asyncio.run(gone())
@@ -165,10 +206,16 @@ def test_it_sees_no_key_of_ours_and_leaves_nothing_outside_its_folder(monkeypatc
         "end = libc.getauxval(31)\nprint(b'sk-of-ours' in ctypes.string_at(end - 4096, 4096))"
     )
     said = run(
-        search, "import os; dict(os.environ)", "open('/left', 'w')", "import os; os.rename('/lib', '/other')",
-        "import ctypes; ctypes.CDLL(None, use_errno=True).unshare(0x10020000)", "import ctypes\n"
-        "ctypes.CDLL(None).shmget(0, 4096, 0o1600)", "x = '\\ud800'", "import os; os.kill(os.getpid(), 40)", "1",
-    )  # fmt: skip
+        search,
+        "import os; dict(os.environ)",
+        "open('/left', 'w')",
+        "import os; os.rename('/lib', '/other')",
+        "import ctypes; ctypes.CDLL(None, use_errno=True).unshare(0x10020000)",
+        "import ctypes\nctypes.CDLL(None).shmget(0, 4096, 0o1600)",
+        "x = '\\ud800'",
+        "import os; os.kill(os.getpid(), 40)",
+        "1",
+    )
     assert said[0] == "False" and "sk-of" not in said[1]
     assert "Error" in said[2] and "Error" in said[3]
     assert said[4] == said[5] == "-1" and "ended the session" in said[7] and said[8] == "1"

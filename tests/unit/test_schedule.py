@@ -28,16 +28,30 @@ def test_ratios_hold_at_every_moment_and_change_in_a_line():
     steps = [Counter(schedule.next_task().env for _ in range(8)) for _ in range(30)]
     assert steps[:10] == [{"y": 6, "x": 2}] * 10 and steps[-9:] == [{"x": 8}] * 9
     between = [step["y"] for step in steps[10:21]]
-    assert sum(between) == pytest.approx(8 * sum(r / (1 + r) for r in (3 * i / 10 for i in range(11))), abs=1.5)
-    assert between[0] == 6 and between[-1] == 0 and all(abs(a - b) <= 2 for a, b in itertools.pairwise(between))
-    assert [interpolate_at(step, ratios["y"]) for step in (1, 11, 16, 21, 99)] == [3.0, 3.0, 1.5, 0.0, 0.0]
+    assert sum(between) == pytest.approx(
+        8 * sum(r / (1 + r) for r in (3 * i / 10 for i in range(11))), abs=1.5
+    )
+    assert (
+        between[0] == 6
+        and between[-1] == 0
+        and all(abs(a - b) <= 2 for a, b in itertools.pairwise(between))
+    )
+    assert [interpolate_at(step, ratios["y"]) for step in (1, 11, 16, 21, 99)] == [
+        3.0,
+        3.0,
+        1.5,
+        0.0,
+        0.0,
+    ]
     with pytest.raises(ValueError, match="all are 0 at step 2"):
         zero = Schedule({"x": 5}, 0, ratios={"x": [(1, 1.0), (2, 0.0)]})
         [zero.next_task() for _ in range(2)]
 
 
 def test_easy_and_hard_examples_come_as_often_as_they_should():
-    buffer = BufferConfig(easy_threshold=0.9, hard_threshold=0.1, easy_fraction=0.25, newest_share=1.0)
+    buffer = BufferConfig(
+        easy_threshold=0.9, hard_threshold=0.1, easy_fraction=0.25, newest_share=1.0
+    )
     schedule = Schedule({"x": 400}, 0, buffer=buffer)
     means = {example: (0.0, 0.5, 1.0, 0.5)[example % 4] for example in range(400)}
     for _ in range(400):
@@ -45,7 +59,8 @@ def test_easy_and_hard_examples_come_as_often_as_they_should():
         schedule.record_score(task, means[task.example])
     assert schedule.pool_shares() == {"easy": 0.25, "normal": 0.5, "hard": 0.25}
     second = Counter(
-        means[task.example] for task in itertools.takewhile(lambda _: schedule.epoch < 2, iter(schedule.next_task, 0))
+        means[task.example]
+        for task in itertools.takewhile(lambda _: schedule.epoch < 2, iter(schedule.next_task, 0))
     )
     assert second[0.0] == 0 and 190 <= second[0.5] <= 200 and 10 <= second[1.0] <= 40
 
@@ -63,9 +78,12 @@ def test_a_running_mean_forgets_slowly_and_a_data_set_that_is_all_easy_still_com
 
 def test_a_schedule_that_goes_on_is_the_one_that_was():
     made = dict(
-        sizes={"x": 9, "y": 5}, seed=1, groups_in_a_step=4, ratios={"x": [(1, 2.0)], "y": [(1, 1.0), (9, 5.0)]},
+        sizes={"x": 9, "y": 5},
+        seed=1,
+        groups_in_a_step=4,
+        ratios={"x": [(1, 2.0)], "y": [(1, 1.0), (9, 5.0)]},
         buffer=BufferConfig(easy_threshold=0.8, easy_fraction=0.5),
-    )  # fmt: skip
+    )
     one = Schedule(**made)
     begun = [one.next_task() for _ in range(23)]
     for task in begun[:20]:

@@ -9,22 +9,45 @@ import pytest
 from hone.config.base import load_config
 from hone.config.help import to_toml
 from hone.config.rl_config import RLConfig
-from hone.config.secrets import LEFT_OUT, collect_secrets, redact_secrets, restore_secrets, secrets_variable
+from hone.config.secrets import (
+    LEFT_OUT,
+    collect_secrets,
+    redact_secrets,
+    restore_secrets,
+    secrets_variable,
+)
 from hone.environments.isolated import Isolated
 from hone.environments.turns import SingleTurnEnv
 from hone.run_directory import RunDirectory, rewrite_file
 
 SECRETS = {
-    "api_key": "abc", "judge_api_key": "x1", "openai-api-key": "x2", "password": "x3", "client_secret": "x4",
-    "Authorization": "x5", "token": "x6", "hf_token": "x7", "db": {"passwd": "x8"},
+    "api_key": "abc",
+    "judge_api_key": "x1",
+    "openai-api-key": "x2",
+    "password": "x3",
+    "client_secret": "x4",
+    "Authorization": "x5",
+    "token": "x6",
+    "hf_token": "x7",
+    "db": {"passwd": "x8"},
     "list": [{"access_token": "x9"}],
-    "url": "http://h?k=sk-abcdefghijklmnop1234", "note": "hf_abcdefghijklmnopqrstuvwx",
+    "url": "http://h?k=sk-abcdefghijklmnop1234",
+    "note": "hf_abcdefghijklmnopqrstuvwx",
     "head": ["Bearer abcdefghijkl123"],
-}  # fmt: skip
+}
 HARMLESS = {
-    "api_key_var": "OPENAI_API_KEY", "max_tokens": 5, "stop_token_ids": [1], "token_ids": [2], "password_file": "/x",
-    "tokenizer": "t", "secret_env": "S", "pad_token": "<pad>", "task": "sk-1", "tokens": 3, "api_key": "",
-}  # fmt: skip
+    "api_key_var": "OPENAI_API_KEY",
+    "max_tokens": 5,
+    "stop_token_ids": [1],
+    "token_ids": [2],
+    "password_file": "/x",
+    "tokenizer": "t",
+    "secret_env": "S",
+    "pad_token": "<pad>",
+    "task": "sk-1",
+    "tokens": 3,
+    "api_key": "",
+}
 
 
 def test_whatever_looks_like_a_secret_is_left_out_and_can_be_put_back():
@@ -32,7 +55,9 @@ def test_whatever_looks_like_a_secret_is_left_out_and_can_be_put_back():
     text = json.dumps(found)
     assert not any(f'"x{i}"' in text for i in range(10)) and "abc" not in text
     assert found["url"] == found["note"] == LEFT_OUT and found["head"] == [LEFT_OUT]
-    assert redact_secrets(HARMLESS) == {key: value for key, value in HARMLESS.items() if key != "api_key"}
+    assert redact_secrets(HARMLESS) == {
+        key: value for key, value in HARMLESS.items() if key != "api_key"
+    }
     assert collect_secrets(HARMLESS) == []
     os.environ |= secrets_variable(SECRETS)
     restore_secrets(found)
@@ -67,7 +92,10 @@ def test_a_written_configuration_has_none_and_its_process_has_them(config, tmp_p
     assert again.orchestrator.env[1].args == config.orchestrator.env[1].args
     kept = tmp_path / "job.toml"
     rewrite_file(kept, to_toml(config, with_secrets=True), mode=0o600)
-    assert load_config(RLConfig, ["@", str(kept)]).orchestrator.env[1].args == config.orchestrator.env[1].args
+    assert (
+        load_config(RLConfig, ["@", str(kept)]).orchestrator.env[1].args
+        == config.orchestrator.env[1].args
+    )
 
 
 def test_a_worker_s_command_line_has_no_arguments(tmp_path):

@@ -21,7 +21,13 @@ def ask(guard, path="/v1/completions", method="POST", headers=(), server="127.0.
         sent.append(message)
 
     pairs = [(name.encode(), value.encode("latin-1")) for name, value in dict(headers).items()]
-    scope = {"type": "http", "path": path, "method": method, "headers": pairs, "server": (server, 8000)}
+    scope = {
+        "type": "http",
+        "path": path,
+        "method": method,
+        "headers": pairs,
+        "server": (server, 8000),
+    }
     asyncio.run(guard(app)(scope, None, send))
     return sent[0]["status"]
 
@@ -39,30 +45,56 @@ def test_hosts_that_no_name_server_gave_are_answered(host, method):
 
 @pytest.mark.parametrize(
     "host",
-    ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example", "a@evil.example",
-     "127.0.0.1@evil.example", "[::1", "localhost, evil.example", "évil.example"],
-)  # fmt: skip
-@pytest.mark.parametrize("path", ["/version", "/v1/models", "/metrics", "/openapi.json", "/v1/completions", "/pause"])
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "a@evil.example",
+        "127.0.0.1@evil.example",
+        "[::1",
+        "localhost, evil.example",
+        "évil.example",
+    ],
+)
+@pytest.mark.parametrize(
+    "path", ["/version", "/v1/models", "/metrics", "/openapi.json", "/v1/completions", "/pause"]
+)
 def test_a_name_that_was_led_here_is_refused(host, path):
     for method in ("GET", "POST", "OPTIONS"):
         assert ask(PageGuard, path, method, JSON | {"host": host}) == 403
     assert ask(PageGuard, "/health", "GET", {"host": host}) == 200
-    assert ask(PageGuard, "/version", "GET", {"host": host}, server="10.0.0.7") == 200  # a service's name in a cluster
+    assert (
+        ask(PageGuard, "/version", "GET", {"host": host}, server="10.0.0.7") == 200
+    )  # a service's name in a cluster
 
 
 @pytest.mark.parametrize(
     ("origin", "status"),
-    [("http://localhost:3000", 200), ("http://127.0.0.1", 200), ("http://[::1]:5", 200), ("https://evil.example", 403),
-     ("null", 403), ("file://", 403), ("", 403), ("http://localhost.evil.example", 403), ("http://[", 403)],
-)  # fmt: skip
+    [
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1", 200),
+        ("http://[::1]:5", 200),
+        ("https://evil.example", 403),
+        ("null", 403),
+        ("file://", 403),
+        ("", 403),
+        ("http://localhost.evil.example", 403),
+        ("http://[", 403),
+    ],
+)
 def test_only_pages_of_this_machine_act(origin, status):
     for method in ("POST", "PUT", "DELETE", "PATCH"):
         for server in ("127.0.0.1", "10.0.0.7"):
-            assert ask(PageGuard, method=method, headers=JSON | {"origin": origin}, server=server) == status
+            assert (
+                ask(PageGuard, method=method, headers=JSON | {"origin": origin}, server=server)
+                == status
+            )
 
 
 @pytest.mark.parametrize(
-    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""],
 )
 def test_what_a_page_can_send_without_a_preflight_request_is_no_body(kind):
     given = {"content-type": kind} if kind else {}
@@ -88,7 +120,12 @@ def guard_with_keys(app):
 
 
 def test_a_clients_key_opens_what_uses_the_model_and_no_control():
-    for key, use, control in (("owner", 200, 200), ("client", 200, 403), ("other", 401, 401), ("", 401, 401)):
+    for key, use, control in (
+        ("owner", 200, 200),
+        ("client", 200, 403),
+        ("other", 401, 401),
+        ("", 401, 401),
+    ):
         headers = {"authorization": f"Bearer {key}"}
         for path in ("/v1/chat/completions", "/v1/models", "/tokenize", "/metrics", "/version"):
             assert ask(guard_with_keys, path, headers=headers) == use, path
@@ -102,14 +139,26 @@ def test_every_route_that_acts_on_a_server_is_a_control_path():
     """A new route must be listed here, or a client's key would open it."""
     app = build_app(Served(Sampler(), Tokenizer(), "m", []), "owner", "client")
     uses = {
-        "/health", "/metrics", "/version", "/score", "/v1/models", "/v1/models/{name:path}", "/openapi.json",
-        "/v1/chat/completions", "/v1/chat/completions/tokens", "/v1/completions", "/v1/responses", "/tokenize",
+        "/health",
+        "/metrics",
+        "/version",
+        "/score",
+        "/v1/models",
+        "/v1/models/{name:path}",
+        "/openapi.json",
+        "/v1/chat/completions",
+        "/v1/chat/completions/tokens",
+        "/v1/completions",
+        "/v1/responses",
+        "/tokenize",
         "/detokenize",
-    }  # fmt: skip
+    }
     assert {route.path for route in app.routes} == uses | CONTROL_PATHS
 
 
-def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told(tmp_path, monkeypatch):
+def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told(
+    tmp_path, monkeypatch
+):
     for place in ("work/out/step_1", "models/base", "models/next", "elsewhere"):
         (tmp_path / place).mkdir(parents=True)
     (tmp_path / "work" / "link").symlink_to(tmp_path / "elsewhere")
@@ -126,10 +175,17 @@ def test_weights_come_from_the_working_directory_or_beside_the_model_unless_told
             return False
         return True
 
-    found = {place: is_taken(place) for place in ("work/out/step_1", "models/next", "elsewhere", "work/link", ".")}
+    found = {
+        place: is_taken(place)
+        for place in ("work/out/step_1", "models/next", "elsewhere", "work/link", ".")
+    }
     assert found == {
-        "work/out/step_1": True, "models/next": True, "elsewhere": False, "work/link": False, ".": False,
-    }  # fmt: skip
+        "work/out/step_1": True,
+        "models/next": True,
+        "elsewhere": False,
+        "work/link": False,
+        ".": False,
+    }
     monkeypatch.setenv("OUTPUT_DIR", str(tmp_path / "elsewhere"))
     assert is_taken("elsewhere") and is_taken("work/link")
     assert is_taken("elsewhere", allowed_dirs=[tmp_path]) and not is_taken("work", allowed_dirs=[])

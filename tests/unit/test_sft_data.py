@@ -44,39 +44,65 @@ def test_jsonl_and_parquet_give_the_same_conversations(tmp_path):
 
     data = [
         {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]},
-        {"messages": [{"role": "user", "content": "a", "name": "x"}, {"role": "assistant", "content": "b"}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a", "name": "x"},
+                {"role": "assistant", "content": "b"},
+            ]
+        },
     ]
     jsonl = load_rows(write(tmp_path / "a.jsonl", data), "train")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(data), tmp_path / "a.parquet")
     parquet = load_rows(str(tmp_path / "a.parquet"), "train")
-    assert [to_messages(r) for r in jsonl] == [to_messages(r) for r in parquet] == [d["messages"] for d in data]
+    assert (
+        [to_messages(r) for r in jsonl]
+        == [to_messages(r) for r in parquet]
+        == [d["messages"] for d in data]
+    )
 
 
 def test_prompt_and_completion_may_be_text_or_messages():
     text = to_messages({"prompt": "p", "completion": "c"})
     listed = to_messages(
-        {"prompt": [{"role": "user", "content": "p"}], "completion": [{"role": "assistant", "content": "c"}]}
+        {
+            "prompt": [{"role": "user", "content": "p"}],
+            "completion": [{"role": "assistant", "content": "c"}],
+        }
     )
-    assert text == listed == [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+    assert (
+        text == listed == [{"role": "user", "content": "p"}, {"role": "assistant", "content": "c"}]
+    )
 
 
 def test_only_assistant_tokens_are_targets(tokenizer):
     ((ids, mask),) = Conversations([rows(7)], tokenizer, 100)[0]
     assert len(ids) == 7
-    assert [tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m] == ["a", "a", "a", "<|end|>"]
+    assert [tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m] == [
+        "a",
+        "a",
+        "a",
+        "<|end|>",
+    ]
 
 
 def test_other_roles_may_be_learnt_too(tokenizer):
-    messages = [{"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user", "assistant")]
+    messages = [
+        {"role": r, "content": r[0]} for r in ("system", "user", "assistant", "user", "assistant")
+    ]
     learnt = {}
     for roles in (["user"], ["system", "assistant"], ["system", "user", "assistant"]):
         ((ids, mask),) = Conversations([[{"messages": messages}]], tokenizer, 100, roles)[0]
-        learnt[len(roles)] = "".join(tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m)
-    assert learnt == {
-        1: "<|user|>u<|user|>u",
-        2: "<|system|>sa<|end|>a<|end|>",  # of the assistant's what it wrote, of others all that their message adds
-        3: "<|system|>s<|user|>ua<|end|><|user|>ua<|end|>",
-    }
+        learnt[len(roles)] = "".join(
+            tokenizer.token_text(i) for i, m in zip(ids, mask, strict=True) if m
+        )
+    assert (
+        learnt
+        == {
+            1: "<|user|>u<|user|>u",
+            2: "<|system|>sa<|end|>a<|end|>",  # of the assistant's what it wrote, of others all that their message adds
+            3: "<|system|>s<|user|>ua<|end|><|user|>ua<|end|>",
+        }
+    )
 
 
 def test_rows_are_filled_with_whole_conversations(tokenizer):
@@ -92,7 +118,10 @@ def test_rows_are_filled_with_whole_conversations(tokenizer):
 def test_messages_that_are_none_are_named(tokenizer):
     data = Conversations([[{"messages": ["hi"]}]], tokenizer, 20)
     assert data[0] == [] and data.left_out[0].reason == "cannot be rendered"
-    assert data.left_out[0].detail == "message 0: it is no message (an object with role and content), found 'hi'"
+    assert (
+        data.left_out[0].detail
+        == "message 0: it is no message (an object with role and content), found 'hi'"
+    )
 
 
 def test_every_epoch_has_every_conversation_in_an_order_of_its_own(tokenizer):
@@ -110,13 +139,17 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
     sizes = (range(5, 15), range(15, 19))
     config = DataConfig(name=["x", "y"], weights=[0.5, 2], seq_len=20, pack="stack")
     data = Conversations([rows(*size) for size in sizes], tokenizer, 20)
-    orders = [[len(row[0][0]) for row in iterate_epoch(data, config, 0, number)] for number in (0, 2)]
+    orders = [
+        [len(row[0][0]) for row in iterate_epoch(data, config, 0, number)] for number in (0, 2)
+    ]
     for order in orders:
         assert sorted(n for n in order if n >= 15) == sorted([*sizes[1]] * 2)
         assert len({n for n in order if n < 15}) == len(order) - 8 == 5
     assert {n for n in orders[0] if n < 15} != {n for n in orders[1] if n < 15}  # another half
     nothing = DataConfig(name=["x"], weights=[0.01], seq_len=20)
-    with pytest.raises(ValueError, match=r"data.weights \[0.01\] of \[10\] rows leave no conversation"):
+    with pytest.raises(
+        ValueError, match=r"data.weights \[0.01\] of \[10\] rows leave no conversation"
+    ):
         next(iterate_steps(Conversations([rows(*sizes[0])], tokenizer, 20), nothing, 0))
     with pytest.raises(ValidationError, match="data.weights has 1 values, data.name 2 data sets"):
         DataConfig(name=["x", "y"], weights=[1])
@@ -124,14 +157,25 @@ def test_data_sets_are_mixed_by_their_weights(tokenizer):
 
 def test_overlong_conversations_are_dropped_and_counted(tokenizer):
     config = DataConfig(name="x", seq_len=10, shuffle=False)
-    data = Conversations([[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10)
-    assert len(list(iterate_epoch(data, config, 0, 0))) == 1 and data.dropped_count == 2 == len(data.left_out)
+    data = Conversations(
+        [[*rows(10, 11), {"messages": [{"role": "user", "content": "only"}]}]], tokenizer, 10
+    )
+    assert len(list(iterate_epoch(data, config, 0, 0))) == 1 and data.dropped_count == 2 == len(
+        data.left_out
+    )
     with pytest.raises(ValueError, match="no conversation fits into data.seq-len 5"):
-        next(iterate_steps(Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0))
+        next(
+            iterate_steps(
+                Conversations([rows(9)], tokenizer, 5), config.model_copy(update={"seq_len": 5}), 0
+            )
+        )
 
 
 def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer, tmp_path):
-    few, many = write(tmp_path / "few.jsonl", rows(6, 7)), write(tmp_path / "many.jsonl", rows(*[20] * 50, 99))
+    few, many = (
+        write(tmp_path / "few.jsonl", rows(6, 7)),
+        write(tmp_path / "many.jsonl", rows(*[20] * 50, 99)),
+    )
     config = DataConfig(
         name=[few, many],
         weights=[3, 1],
@@ -145,7 +189,10 @@ def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer
 
     def lengths(seed, count=100):
         data = StreamedConversations([Source(name, "train") for name in config.name], tokenizer, 40)
-        batches = [[len(row[0][0]) for row in batch] for batch in islice(iterate_steps(data, config, seed), count)]
+        batches = [
+            [len(row[0][0]) for row in batch]
+            for batch in islice(iterate_steps(data, config, seed), count)
+        ]
         return batches, data
 
     batches, data = lengths(0)
@@ -171,7 +218,10 @@ def test_a_stream_has_no_end_follows_from_the_seed_and_mixes_by_weight(tokenizer
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "x", "id": 1}', "needs the columns `messages`, or `prompt` and `completion`; it has id, text"),
+        (
+            '{"text": "x", "id": 1}',
+            "needs the columns `messages`, or `prompt` and `completion`; it has id, text",
+        ),
         ('{"messages": []}\n{"text": "x"}', r"a.jsonl, row 2, needs the columns .*; it has text"),
         ('{"messages": []}\n{"mess', "line 2 is not valid JSON"),
         ("[1]", "line 1 is not a JSON object"),
@@ -189,7 +239,9 @@ def test_missing_files_and_unreachable_hubs_are_named(monkeypatch):
         load_rows("missing.jsonl", "train")
     with pytest.raises(ValueError, match="val.name: no file missing.jsonl"):
         load_rows("missing.jsonl", "train", "val.name")
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline")))
+    monkeypatch.setattr(
+        "datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("offline"))
+    )
     with pytest.raises(ValueError, match="cannot be loaded from the hub"):
         load_rows("owner/data", "train")
 
@@ -210,6 +262,11 @@ def test_tools_of_a_conversation_are_told_as_in_training(tmp_path):
         ((ids, mask),) = render({"messages": messages, "tools": given}).samples
         prompt = tokenizer.prompt_ids(Prompt(messages[:1], tools))
         assert ids[: len(prompt)] == prompt and not any(mask[: len(prompt)])
-        learnt = tokenizer.decode([i for i, is_target in zip(ids, mask, strict=True) if is_target], False)
-        assert learnt == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>one<|end|>'
+        learnt = tokenizer.decode(
+            [i for i, is_target in zip(ids, mask, strict=True) if is_target], False
+        )
+        assert (
+            learnt
+            == '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call><|end|>one<|end|>'
+        )
     assert render({"messages": messages}).samples[0][0] != ids

@@ -79,7 +79,10 @@ CALLS = [
     {"role": "tool", "content": "4"},
 ]
 TOOL_LIST = [
-    {"type": "function", "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}}}
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "Adds <b>", "parameters": {"type": "object"}},
+    }
 ]
 
 
@@ -91,21 +94,31 @@ def save(tmp_path_factory):
         directory = tmp_path_factory.mktemp("tokenizer")
         letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         vocab = [*letters, *map("".join, merges)]
-        encoder = Encoder(models.BPE(vocab={c: i for i, c in enumerate(vocab)}, merges=list(merges)))
+        encoder = Encoder(
+            models.BPE(vocab={c: i for i, c in enumerate(vocab)}, merges=list(merges))
+        )
         encoder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         encoder.decoder = decoders.ByteLevel()
         encoder.add_special_tokens(["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>"])
         encoder.save(str(directory / "tokenizer.json"))
         eos = {"__type": "AddedToken", "content": "</s>", "special": True}
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": eos}
-        (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": "<s>",
+            "eos_token": eos,
+        }
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps(config | {"chat_template": template})
+        )
         return directory
 
     return write
 
 
 @pytest.mark.parametrize("template", [CHATML, LLAMA, TOOLS], ids=["chatml", "llama", "tools"])
-@pytest.mark.parametrize("messages", [CONVERSATION, CONVERSATION[:2], CALLS], ids=["whole", "open", "calls"])
+@pytest.mark.parametrize(
+    "messages", [CONVERSATION, CONVERSATION[:2], CALLS], ids=["whole", "open", "calls"]
+)
 def test_rendering_and_ids_equal_transformers(save, template, messages):
     from transformers import AutoTokenizer
 
@@ -113,7 +126,9 @@ def test_rendering_and_ids_equal_transformers(save, template, messages):
     theirs = AutoTokenizer.from_pretrained(directory)
     ours = Tokenizer(directory)
     if messages is CALLS and template is not TOOLS:  # transformers leaves the calls out
-        with pytest.raises(ValueError, match="leaves out message 1: it has no place for tool calls"):
+        with pytest.raises(
+            ValueError, match="leaves out message 1: it has no place for tool calls"
+        ):
             ours.template.render_conversation(messages)
         return
     for tools in (None, TOOL_LIST):
@@ -121,7 +136,9 @@ def test_rendering_and_ids_equal_transformers(save, template, messages):
             kwargs = {"tools": tools, "add_generation_prompt": prompt}
             expected = theirs.apply_chat_template(messages, tokenize=False, **kwargs)
             assert ours.template.render_conversation(messages, **kwargs) == expected
-        ids = theirs.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        ids = theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
         assert ours.prompt_ids(Prompt(messages, tools)) == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
 
@@ -152,7 +169,10 @@ def test_a_template_that_rewrites_history_gives_a_sample_for_each_way_it_writes(
     both = [*thinking, *CONVERSATION[3:]]
 
     def learnt(samples):
-        return ["".join(tokenizer.token_text(i) for i, m in zip(*one, strict=True) if m) for one in samples]
+        return [
+            "".join(tokenizer.token_text(i) for i, m in zip(*one, strict=True) if m)
+            for one in samples
+        ]
 
     split = tokenizer.conversation_ids(both)
     assert split[0] == first and learnt(split) == ["x</think>b</s>", "Bye.</s>"]
@@ -167,7 +187,11 @@ def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):
     a, b, both = (tokenizer.encode(text) for text in ("a", "b", "ab"))
     assert len(both) == 1 and both[0] in prompt
     end = tokenizer.encode("<|im_end|>")
-    messages = [*asked, {"role": "assistant", "content": "aab"}, {"role": "user", "content": "and ab?"}]
+    messages = [
+        *asked,
+        {"role": "assistant", "content": "aab"},
+        {"role": "user", "content": "and ab?"},
+    ]
     rest = tokenizer.encode("\n<|im_start|>user\nand ab?<|im_end|>\n<|im_start|>assistant\n")
     for sampled in (a + a + b + end, a + both + end):
         before = prompt + sampled
@@ -178,9 +202,15 @@ def test_tokens_of_earlier_turns_stay_as_they_were_sampled(save):
     assert fresh == prompt + a + both + end + rest
     assert tokenizer.prompt_ids(Prompt(messages, None, [10**6], 2)) == fresh  # of another model
     forgetful = Tokenizer(save(FORGETFUL))
-    thought = [*asked, {"role": "assistant", "content": "x</think>b"}, {"role": "user", "content": "c"}]
+    thought = [
+        *asked,
+        {"role": "assistant", "content": "x</think>b"},
+        {"role": "user", "content": "c"},
+    ]
     before = forgetful.prompt_ids(Prompt(asked)) + forgetful.encode("x</think>b</s>")
-    assert forgetful.prompt_ids(Prompt(thought, None, before, 2)) == forgetful.prompt_ids(Prompt(thought))
+    assert forgetful.prompt_ids(Prompt(thought, None, before, 2)) == forgetful.prompt_ids(
+        Prompt(thought)
+    )
 
 
 def test_stop_ids_come_from_both_files(save):
@@ -258,7 +288,12 @@ def test_a_model_of_another_shape_replaces_the_one_before_in_memory(tmp_path):
     assert before() is None and served.sampler.engine.model.spec.num_hidden_layers == 1
 
 
-ADD = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+ADD = [
+    {
+        "type": "function",
+        "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+    }
+]
 CALLING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
@@ -269,17 +304,31 @@ CALLING = (
 @pytest.mark.parametrize(
     ("style", "text", "rest", "calls"),
     [
-        ("hermes", 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "so", [("add", {"a": 1})]),
-        ("hermes", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>', "",
-         [("f", {}), ("g", {})]),
-        ("hermes", '<tool_call>{"name": "add"</tool_call>', '<tool_call>{"name": "add"</tool_call>', []),
+        (
+            "hermes",
+            'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+            "so",
+            [("add", {"a": 1})],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": {}}</tool_call>',
+            "",
+            [("f", {}), ("g", {})],
+        ),
+        (
+            "hermes",
+            '<tool_call>{"name": "add"</tool_call>',
+            '<tool_call>{"name": "add"</tool_call>',
+            [],
+        ),
         ("hermes", '<tool_call>{"name": "add", "arguments": 3}</tool_call>', None, []),
         ("hermes", '{"name": "add", "arguments": {}}', None, []),
         ("json", '<|python_tag|>{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
         ("json", "4", None, []),
         ("json", '{"sum": 4}', None, []),
     ],
-)  # fmt: skip
+)
 def test_tool_calls_are_read_from_text(style, text, rest, calls):
     content, found = parse_tool_calls(text, FORMATS[style], turn=3)
     assert content == (text if rest is None else rest)
@@ -301,7 +350,9 @@ def test_tool_calls_are_read_from_text(style, text, rest, calls):
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
     tokenizer = Tokenizer(save(CALLING))
-    request = ChatRequest(model="m", messages=[{"role": "user", "content": "?"}], tools=ADD, stop=stop)
+    request = ChatRequest(
+        model="m", messages=[{"role": "user", "content": "?"}], tools=ADD, stop=stop
+    )
     ids = tokenizer.encode(said)
     whole = Completion(ids, [-1.0] * len(ids), [0] * len(ids), "stop")
     answer = ChatAnswer(request, request.build_prompt(), [1], tokenizer)
@@ -316,9 +367,15 @@ def test_pieces_of_an_answer_make_the_whole_one(save, said, stop, size):
     end = Completion([], [], [], "stop")
     last = answer.build_last_delta(0, spelling, end, join_pieces([*pieces, end]))
     shown += last["delta"].get("content", "")
-    calls = [{key: call[key] for key in call if key != "index"} for call in last["delta"].get("tool_calls", [])]
+    calls = [
+        {key: call[key] for key in call if key != "index"}
+        for call in last["delta"].get("tool_calls", [])
+    ]
     assert shown.strip() == expected["message"]["content"].strip()
-    assert calls == expected["message"].get("tool_calls", []) and last["finish_reason"] == expected["finish_reason"]
+    assert (
+        calls == expected["message"].get("tool_calls", [])
+        and last["finish_reason"] == expected["finish_reason"]
+    )
 
 
 def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save):
@@ -330,20 +387,33 @@ def test_a_conversation_with_calls_goes_on_in_the_tokens_that_were_sampled(save)
     turn = tokenizer.build_turn(
         Prompt(asked, ADD), prompt, Completion(sampled, [0.0] * len(sampled), [0], "stop"), written
     )
-    assert turn.text == "" and turn.tool_calls[0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
+    assert turn.text == "" and turn.tool_calls[0]["function"] == {
+        "name": "add",
+        "arguments": '{"a": 1, "b": 2}',
+    }
     answer = {"role": "tool", "content": "3", "tool_call_id": turn.tool_calls[0]["id"]}
     messages = [*asked, turn.assistant_message, answer]
     ids = tokenizer.prompt_ids(Prompt(messages, ADD, prompt + sampled, 2))
-    assert ids == prompt + sampled + tokenizer.encode("\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n")
+    assert ids == prompt + sampled + tokenizer.encode(
+        "\n<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    )
     body = {"model": "m", "messages": messages, "tools": ADD}
     fresh = tokenizer.prompt_ids(ChatRequest(**body).build_prompt())
     assert fresh != ids and "add" in tokenizer.decode(fresh)  # as the template writes it
-    answered = ChatAnswer(ChatRequest(**body), Prompt(messages, ADD), ids, tokenizer).build_body([turn.completion])
+    answered = ChatAnswer(ChatRequest(**body), Prompt(messages, ADD), ids, tokenizer).build_body(
+        [turn.completion]
+    )
     choice = answered["choices"][0]
-    assert choice["finish_reason"] == "tool_calls" and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    assert (
+        choice["finish_reason"] == "tool_calls"
+        and choice["message"]["tool_calls"][0]["function"]["name"] == "add"
+    )
     plain = ChatAnswer(ChatRequest(**body, tool_choice="none"), Prompt(messages), ids, tokenizer)
     plain = plain.build_body([turn.completion])
-    assert plain["choices"][0]["finish_reason"] == "stop" and "tool_calls" not in plain["choices"][0]["message"]
+    assert (
+        plain["choices"][0]["finish_reason"] == "stop"
+        and "tool_calls" not in plain["choices"][0]["message"]
+    )
 
 
 @pytest.mark.parametrize("is_special", [True, False])
@@ -360,10 +430,15 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
     ids = tokenizer.encode(text) + tokenizer.stop_ids[:1]
     assert len(ids) < len(text)  # the tags are a token each
     turn = tokenizer.build_turn(Prompt([], ADD), [1], Completion(ids, [], [], "stop"))
-    assert [call["function"]["name"] for call in turn.tool_calls] == ["add"] and "tool_call" not in turn.text
+    assert [call["function"]["name"] for call in turn.tool_calls] == [
+        "add"
+    ] and "tool_call" not in turn.text
     pytest.importorskip("llguidance")
     follows = Following(
-        form_of_call(ADD, FORMATS["hermes"], tokenizer), tokenizer, tokenizer.vocab_size, tokenizer.stop_ids
+        form_of_call(ADD, FORMATS["hermes"], tokenizer),
+        tokenizer,
+        tokenizer.vocab_size,
+        tokenizer.stop_ids,
     )
     for i in range(len(ids) - 1):
         assert follows(ids[:i])[ids[i]], tokenizer.decode(ids[: i + 1])
@@ -372,9 +447,16 @@ def test_tags_of_tool_calls_may_be_tokens_of_their_own(tmp_path, is_special):
 
 def test_answers_are_json_whatever_is_in_them():
     numbers = [-0.1, 1e-30, -1e22, 5e-324, 1 / 3]
-    for value in ({"said": "NaN, Infinity, \u2028 and \u00e9"}, {"half": "\ud800"}, {"numbers": numbers, "none": None}):
+    for value in (
+        {"said": "NaN, Infinity, \u2028 and \u00e9"},
+        {"half": "\ud800"},
+        {"numbers": numbers, "none": None},
+    ):
         text = _dump_json(value)
-        assert json.loads(text) == value and _json_of(httpx.Response(200, content=text.encode())) == value
+        assert (
+            json.loads(text) == value
+            and _json_of(httpx.Response(200, content=text.encode())) == value
+        )
         assert len(text.splitlines()) == 1
     for bad in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="not JSON compliant"):

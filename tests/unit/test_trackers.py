@@ -22,8 +22,18 @@ def config(**keys):
 
 
 def rows(step, count=20):
-    made = {"env": "x", "prompt": "<b>ask</b>", "completion": "``` said", "answer": "a", "stop": "length", "error": ""}
-    return [{"step": step, **made, "reward": i / count, "advantage": i - 10.0, "tokens": i} for i in range(count)]
+    made = {
+        "env": "x",
+        "prompt": "<b>ask</b>",
+        "completion": "``` said",
+        "answer": "a",
+        "stop": "length",
+        "error": "",
+    }
+    return [
+        {"step": step, **made, "reward": i / count, "advantage": i - 10.0, "tokens": i}
+        for i in range(count)
+    ]
 
 
 def run(path, asked, steps=range(1, 13)):
@@ -45,9 +55,17 @@ def test_tensorboard_reads_numbers_histograms_and_texts(tmp_path):
     run(tmp_path / "metrics.jsonl", config(tensorboard={"samples": 3, "interval": 5}))
     everything = {"tensors": 0, "histograms": 0, "scalars": 0}
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance=everything).Reload()
-    assert [(event.step, round(event.value, 3)) for event in found.Scalars("reward/mean")][-1] == (12, 1.2)
+    assert [(event.step, round(event.value, 3)) for event in found.Scalars("reward/mean")][-1] == (
+        12,
+        1.2,
+    )
     histograms = found.Histograms("distribution/reward")
-    assert [event.step for event in histograms] == [1, 5, 10, 12]  # every fifth, the first and the last
+    assert [event.step for event in histograms] == [
+        1,
+        5,
+        10,
+        12,
+    ]  # every fifth, the first and the last
     assert histograms[0].histogram_value.num == 20
     texts = found.Tensors("samples")
     said = texts[0].tensor_proto.string_val[0].decode()
@@ -56,7 +74,9 @@ def test_tensorboard_reads_numbers_histograms_and_texts(tmp_path):
     assert len(read_rows(tmp_path / "metrics.jsonl")) == 12
 
 
-def test_wandbs_files_are_in_the_run_where_its_service_runs_in_another_directory(tmp_path, monkeypatch):
+def test_wandbs_files_are_in_the_run_where_its_service_runs_in_another_directory(
+    tmp_path, monkeypatch
+):
     """As below a notebook that has used W&B: what it starts finds that service, which has its own place."""
     monkeypatch.setenv("WANDB_SILENT", "true")
     asked = config(wandb={"project": "p", "offline": True})
@@ -69,11 +89,15 @@ def test_wandbs_files_are_in_the_run_where_its_service_runs_in_another_directory
 
 def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
-    asked = config(wandb={"project": "p", "group": "g", "offline": True, "samples": 3, "interval": 5})
+    asked = config(
+        wandb={"project": "p", "group": "g", "offline": True, "samples": 3, "interval": 5}
+    )
     run(tmp_path / "metrics.jsonl", asked, range(1, 7))
     run(tmp_path / "metrics.jsonl", asked, range(7, 13))
     deadline = time.monotonic() + HANG_SECONDS
-    while True:  # W&B's service is a process of its own, which may write when the run has ended here
+    while (
+        True
+    ):  # W&B's service is a process of its own, which may write when the run has ended here
         files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
         records = [record for file in files for record in records_of(file)]
         if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:
@@ -81,16 +105,27 @@ def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_
         time.sleep(0.1)
     runs = [record.run for record in records if record.HasField("run")]
     assert len({one.run_id for one in runs}) == 1 and {one.run_group for one in runs} == {"g"}
-    logged = [{item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-              for record in records if record.HasField("history")]  # fmt: skip
-    means = {json.loads(one["step"]): json.loads(one["reward/mean"]) for one in logged if "reward/mean" in one}
+    logged = [
+        {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    means = {
+        json.loads(one["step"]): json.loads(one["reward/mean"])
+        for one in logged
+        if "reward/mean" in one
+    }
     assert means == pytest.approx({step: step / 10 for step in range(1, 13)})
     assert [json.loads(one["samples/nrows"]) for one in logged if "samples/nrows" in one] == [3] * 4
     histograms = [
-        json.loads(one["distribution/reward/values"]) for one in logged if "distribution/reward/values" in one
+        json.loads(one["distribution/reward/values"])
+        for one in logged
+        if "distribution/reward/values" in one
     ]
     assert [sum(values) for values in histograms] == [20] * 4
-    table = json.loads(next((tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json")).read_text())
+    table = json.loads(
+        next((tmp_path / "wandb").glob("offline-run-*/files/media/table/*.json")).read_text()
+    )
     assert table["columns"] == list(COLUMNS) and len(table["data"]) == 3
 
 
@@ -137,7 +172,10 @@ def test_a_tracker_that_fails_is_left_out_and_said_once(caplog):
         both.log_row(2, {})
         both.close(True)
     assert Bad.asked == 1
-    assert [record.message.split(" (")[0] for record in caplog.records] == ["worse failed", "bad failed"]
+    assert [record.message.split(" (")[0] for record in caplog.records] == [
+        "worse failed",
+        "bad failed",
+    ]
     assert "no network): the run goes on without it" in caplog.records[0].message
 
 
@@ -157,16 +195,23 @@ def test_a_rollout_is_logged_every_so_many_steps(caplog):
     with caplog.at_level("INFO", "test"):
         report = StepReport(log, 10, 1)
         for step in range(1, 7):
-            report.report_samples(step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3)
+            report.report_samples(
+                step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3
+            )
             report.report_samples(step, lambda: 1 / 0)
     assert [record.message.splitlines()[0] for record in caplog.records] == [
-        "=== Step 3 Sample ===", "=== Step 6 Sample ===",
-    ]  # fmt: skip
-    assert caplog.records[0].message.endswith("Completion: \\x1b[2Jx\nReward: 0.5, advantage 0, 10 tokens (length)")
+        "=== Step 3 Sample ===",
+        "=== Step 6 Sample ===",
+    ]
+    assert caplog.records[0].message.endswith(
+        "Completion: \\x1b[2Jx\nReward: 0.5, advantage 0, 10 tokens (length)"
+    )
 
 
 def test_lines_as_json_are_an_object_each(capsys):
     start_logging(form="json").info('said "%s"', "x\ny")
     line = json.loads(capsys.readouterr().out)
-    assert line["message"] == 'said "x\ny"' and line["level"] == "info" and line["component"] == "hone"
+    assert (
+        line["message"] == 'said "x\ny"' and line["level"] == "info" and line["component"] == "hone"
+    )
     start_logging()

@@ -22,17 +22,32 @@ FAMILIES = {  # configuration class, model class, what is particular
     "qwen3 with biases": ("Qwen3Config", "Qwen3ForCausalLM", {"attention_bias": True}),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", {}),
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
-    "llama with biases": ("LlamaConfig", "LlamaForCausalLM", {"attention_bias": True, "mlp_bias": True}),
+    "llama with biases": (
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {"attention_bias": True, "mlp_bias": True},
+    ),
     "llama 3.1": (
-        "LlamaConfig", "LlamaForCausalLM",
-        {"rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 5000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 32,
-        }},
+        "LlamaConfig",
+        "LlamaForCausalLM",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
     ),
     "qwen3 moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": True}),
-    "qwen3 moe, weights as they are": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS | {"norm_topk_prob": False}),
-}  # fmt: skip
+    "qwen3 moe, weights as they are": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        EXPERTS | {"norm_topk_prob": False},
+    ),
+}
 
 
 def reference_model(shape, seed=0, family="qwen3"):
@@ -42,18 +57,37 @@ def reference_model(shape, seed=0, family="qwen3"):
     config_class, model_class, particular = FAMILIES[family]
     torch.manual_seed(seed)
     keys = {
-        "vocab_size": vocab, "hidden_size": hidden, "intermediate_size": ff, "num_hidden_layers": layers,
-        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "tie_word_embeddings": tied, "initializer_range": 0.2, "max_position_embeddings": 128, "rope_theta": 5000.0,
-    } | particular  # fmt: skip
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": ff,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.2,
+        "max_position_embeddings": 128,
+        "rope_theta": 5000.0,
+    } | particular
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**keys))
-    for parameter in model.parameters():  # norms away from 1 and biases from 0, so that a forgotten one shows
+    for (
+        parameter
+    ) in model.parameters():  # norms away from 1 and biases from 0, so that a forgotten one shows
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 
-FULL_HEADS = (64, 2, 4, 2, 16, 96, 61, True)  # hidden = heads x head size, which is all that Qwen2 knows
+FULL_HEADS = (
+    64,
+    2,
+    4,
+    2,
+    16,
+    96,
+    61,
+    True,
+)  # hidden = heads x head size, which is all that Qwen2 knows
 
 
 @pytest.mark.parametrize(
@@ -78,17 +112,27 @@ def test_logits_and_gradients_equal_transformers(tmp_path, family, shape):
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name in [name for name in gradients if "experts." in name]:  # theirs lie together too, and have names of files
+    for name in [
+        name for name in gradients if "experts." in name
+    ]:  # theirs lie together too, and have names of files
         layer, kind = name.split("experts.")
         for e, grad in enumerate(gradients.pop(name)):
-            parts = zip(("gate", "up"), grad.chunk(2), strict=True) if kind == "gate_up_proj" else [("down", grad)]
+            parts = (
+                zip(("gate", "up"), grad.chunk(2), strict=True)
+                if kind == "gate_up_proj"
+                else [("down", grad)]
+            )
             gradients |= {f"{layer}experts.{e}.{part}_proj.weight": rows for part, rows in parts}
     grads_of_ours = {n: p.grad for n, p in ours.named_parameters()}
     from hone.models.hf import hf_names, split_rows
 
     for name, hf in hf_names(ours.spec).items():
-        for part_name, part in zip(hf, split_rows(ours.spec, name, grads_of_ours[name]), strict=True):
-            torch.testing.assert_close(part, gradients[part_name], rtol=5e-5, atol=5e-5, msg=part_name)
+        for part_name, part in zip(
+            hf, split_rows(ours.spec, name, grads_of_ours[name]), strict=True
+        ):
+            torch.testing.assert_close(
+                part, gradients[part_name], rtol=5e-5, atol=5e-5, msg=part_name
+            )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -101,7 +145,9 @@ def test_greedy_generation_equals_transformers(tmp_path, family):
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([prompt])
         length = {"max_new_tokens": 30, "eos_token_id": None, "pad_token_id": 0}
-        expected = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **length)
+        expected = theirs.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, **length
+        )
         assert completion.ids == expected[0, len(prompt) :].tolist()
 
 
@@ -125,7 +171,9 @@ def test_saved_directory_is_read_back_by_transformers_and_by_us(tmp_path, family
 def test_random_init_needs_no_weights_and_follows_the_seed(tmp_path):
     reference_model(SHAPES[0]).config.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(
-        (tmp_path / "config.json").read_text().replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
+        (tmp_path / "config.json")
+        .read_text()
+        .replace("{", '{"architectures": ["Qwen3ForCausalLM"],', 1)
     )
     with pytest.raises(ValueError, match="--model.random-init"):
         load_model(tmp_path)
@@ -138,18 +186,31 @@ def test_random_init_needs_no_weights_and_follows_the_seed(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported; supported: Qwen3"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; supported: Qwen3",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]}, "blocks without experts"),
-        ({"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8}, "'num_experts' is missing"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]},
+            "blocks without experts",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8},
+            "'num_experts' is missing",
+        ),
     ],
 )
 def test_unsupported_configurations_are_refused_by_name(change, message):
     from hone.models.families import parse_model_config
 
-    config = reference_model(SHAPES[0]).config.to_dict() | {"architectures": ["Qwen3ForCausalLM"]} | change
+    config = (
+        reference_model(SHAPES[0]).config.to_dict()
+        | {"architectures": ["Qwen3ForCausalLM"]}
+        | change
+    )
     config = {k: v for k, v in config.items() if v is not None}
     with pytest.raises(ValueError, match=message):
         parse_model_config(config)

@@ -29,10 +29,20 @@ from hone.transport.delivery import Canary, Delivery, read_delivery, remove_befo
 LOG = logging.getLogger("test")
 EVAL = {"env": {"id": "x"}, "interval": 3}
 SPEC = ModelSpec(
-    vocab_size=60, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=16, rms_norm_eps=1e-6, rope_theta=1e4, tie_word_embeddings=True,
-    max_position_embeddings=64, initializer_range=0.2, qkv_bias=False,
-)  # fmt: skip
+    vocab_size=60,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    tie_word_embeddings=True,
+    max_position_embeddings=64,
+    initializer_range=0.2,
+    qkv_bias=False,
+)
 
 
 class Remembered(Batches):
@@ -54,7 +64,8 @@ class Remembered(Batches):
 def told(batch):
     """All that a batch says."""
     return batch.step, [
-        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(sample).items()} for sample in batch.samples
+        {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in vars(sample).items()}
+        for sample in batch.samples
     ]
 
 
@@ -62,7 +73,8 @@ def told(batch):
 def test_a_batch_comes_back_as_it_was_for_its_run_alone(way, tmp_path):
     shelf = {}
     mine, yours = (
-        FileBatches(tmp_path, run) if way == "files" else Remembered(shelf, run) for run in ("mine", "yours")
+        FileBatches(tmp_path, run) if way == "files" else Remembered(shelf, run)
+        for run in ("mine", "yours")
     )
     third = 1 / 3  # no rounding on the way
     samples = [
@@ -75,7 +87,9 @@ def test_a_batch_comes_back_as_it_was_for_its_run_alone(way, tmp_path):
         with appearing_directory(tmp_path / f"step_{step}") as place:
             mine.put(Batch(step, of_step), place)
             assert way != "files" or mine.take(step) is None  # whole or not at all
-    assert told(mine.take(7)) == told(mine.take(7)) == told(Batch(7, samples)) and mine.take(8) == Batch(8, [])
+    assert told(mine.take(7)) == told(mine.take(7)) == told(Batch(7, samples)) and mine.take(
+        8
+    ) == Batch(8, [])
     assert yours.take(7) is None
     mine.acknowledge(7)
     mine.acknowledge(7)
@@ -104,7 +118,9 @@ def test_deliveries_appear_whole_and_old_ones_go(tmp_path):
 
 def test_steps_are_seen_at_once_and_a_directory_is_read_when_it_has_changed(tmp_path, monkeypatch):
     steps, reads = Steps(tmp_path / "out"), []
-    monkeypatch.setattr(os, "listdir", lambda path, real=os.listdir: reads.append(path) or real(path))
+    monkeypatch.setattr(
+        os, "listdir", lambda path, real=os.listdir: reads.append(path) or real(path)
+    )
     assert steps.list_numbers() == []
     for number in range(50):
         with appearing_directory(steps.path_of(number)):
@@ -156,7 +172,11 @@ def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, mo
     monkeypatch.setattr(machine, "SILENCE", 1.0)
     monkeypatch.setattr(machine, "_slowness", 1.0)
     well, ill = (Pulse(tmp_path / name) for name in ("well", "ill"))
-    peers = {"trainer rank 1": tmp_path / "ill", "orchestrator": tmp_path / "well", "nobody": tmp_path / "no"}
+    peers = {
+        "trainer rank 1": tmp_path / "ill",
+        "orchestrator": tmp_path / "well",
+        "nobody": tmp_path / "no",
+    }
     watch = Watch(peers, LOG)
 
     def said(count):
@@ -166,10 +186,13 @@ def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, mo
     with caplog.at_level(logging.INFO, logger="test"), watch:
         with well, ill:
             wait_for(
-                Wait("pulses", 60.0, LOG), lambda: all(watch.peers[x].is_beating() for x in list(peers)[:2]) or None
+                Wait("pulses", 60.0, LOG),
+                lambda: all(watch.peers[x].is_beating() for x in list(peers)[:2]) or None,
             )
             ill._stop.set()  # as one that was stopped
-            assert said(1) == ["No sign of life from the trainer rank 1 for 1 s: has it died, or been stopped?"]
+            assert said(1) == [
+                "No sign of life from the trainer rank 1 for 1 s: has it died, or been stopped?"
+            ]
             ill._stop.clear()
             with Pulse(tmp_path / "ill"):
                 assert said(2)[1] == "The trainer rank 1 is back"
@@ -188,7 +211,10 @@ def test_the_checksum_sees_every_byte():
         model.init_weights(torch.Generator().manual_seed(0))
     assert model_checksum(one) == model_checksum(two) and len(model_checksum(one)) == 32
     ids = canary_ids(SPEC.vocab_size)
-    assert score_sequence(one, ids) == score_sequence(two, ids) and len(score_sequence(one, ids)) == len(ids) - 1
+    assert (
+        score_sequence(one, ids) == score_sequence(two, ids)
+        and len(score_sequence(one, ids)) == len(ids) - 1
+    )
     with torch.no_grad():
         two.blocks[1].mlp.down.weight[3, 5] *= 1 + 1e-6
     assert model_checksum(one) != model_checksum(two)
@@ -196,7 +222,9 @@ def test_the_checksum_sees_every_byte():
 
 def test_a_canary_that_was_captured_goes_with_its_model(monkeypatch):
     """Without the collector, which would come long after the memory is needed."""
-    monkeypatch.setattr(Captured, "capture", lambda self, key, forward: self.graphs.update({key: forward}))
+    monkeypatch.setattr(
+        Captured, "capture", lambda self, key, forward: self.graphs.update({key: forward})
+    )
     model = Transformer(SPEC)
     scorer, is_there = CanaryScorer(model), weakref.ref(model)
     scorer._capture_graph()
@@ -213,7 +241,9 @@ def test_no_version_that_is_to_be_evaluated_is_passed_over(tmp_path):
     run.id = "a"
     for version in range(1, 6):
         deliver(run.broadcasts, "a", version, {"x": version})
-    config = OrchestratorRunConfig.model_validate({"env": {"id": "x"}, "model": {"name": "m"}, "eval": EVAL})
+    config = OrchestratorRunConfig.model_validate(
+        {"env": {"id": "x"}, "model": {"name": "m"}, "eval": EVAL}
+    )
     trained = []
 
     class Rows:
@@ -244,11 +274,17 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
         weights, client = Weights(RunDirectory(tmp_path, "rl"), config, [], LOG), Client()
 
         async def take(version, *canary):
-            delivery = Delivery("run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {})
+            delivery = Delivery(
+                "run", version, "sum", "bfloat16", Canary([1, 2, 3], list(canary)), {}
+            )
             return (await weights._update_server(client, delivery)).difference
 
-        assert await take(1, -1.1, -2.3) == pytest.approx(0.3)  # more than Hone's own engine may differ
-        assert await take(2, -1.1, -2.31) == pytest.approx(0.31)  # a small step may leave rounded logits as they were
+        assert await take(1, -1.1, -2.3) == pytest.approx(
+            0.3
+        )  # more than Hone's own engine may differ
+        assert await take(2, -1.1, -2.31) == pytest.approx(
+            0.31
+        )  # a small step may leave rounded logits as they were
         with pytest.raises(ConnectionError, match="keeps the old weights"):
             await take(3, -1.1, -2.4)
         client.answer = [-1.0, -2.5]
@@ -280,9 +316,21 @@ def test_weights_that_are_the_same_to_the_bit_are_served_before_the_canary_is_kn
         client = Client()
         client.asked, client.checksum = [], checksum
         weights = Weights(RunDirectory(tmp_path, "rl"), config, [client], LOG)
-        delivery = Delivery("run", 1, "sum", "float32", Canary([1, 2, 3], canary), {}, transport={"type": "filesystem"})
+        delivery = Delivery(
+            "run",
+            1,
+            "sum",
+            "float32",
+            Canary([1, 2, 3], canary),
+            {},
+            transport={"type": "filesystem"},
+        )
         await weights._adopt_delivery(delivery)
-        assert (weights.version, client.asked, weights.proven.is_set()) == (1, ["update_weights"], False)
+        assert (weights.version, client.asked, weights.proven.is_set()) == (
+            1,
+            ["update_weights"],
+            False,
+        )
         found = await weights._prove_delivery(delivery)
         assert client.asked == ["update_weights", "score"] and weights.proven.is_set()
         return found
@@ -302,7 +350,10 @@ def test_a_run_of_another_layout_is_removed_where_it_wrote(tmp_path):
     assert (tmp_path / "checkpoint-2").exists() and (tmp_path / "runs" / "trainer.log").exists()
     again = RunDirectory(tmp_path, "rl")
     again.claim_run(clean=True)
-    assert not (tmp_path / "checkpoint-2").exists() and not (tmp_path / "runs" / "trainer.log").exists()
+    assert (
+        not (tmp_path / "checkpoint-2").exists()
+        and not (tmp_path / "runs" / "trainer.log").exists()
+    )
     assert again.weights_of(2) == tmp_path / "weights" / "step_2"
 
 

@@ -24,7 +24,17 @@ from hone.records import Completion, Example, Sampling, Turn
 from hone.users_code import CONTAINED, ExitInUserCode
 
 ROW = {"question": "Go.", "answer": "a", "info": {"moves": [], "at": {"x": 1}}}
-PLACES = ("reward", "stop", "setup_state", "env_response", "cleanup", "tool", "rollout", "group reward", "parser")
+PLACES = (
+    "reward",
+    "stop",
+    "setup_state",
+    "env_response",
+    "cleanup",
+    "tool",
+    "rollout",
+    "group reward",
+    "parser",
+)
 
 
 class Custom(BaseException):
@@ -37,7 +47,9 @@ class Model:
     async def chat(self, prompt, sampling):
         asked = prompt.tools and not any(message["role"] == "tool" for message in prompt.messages)
         call = {"id": "c", "type": "function", "function": {"name": "tool", "arguments": "{}"}}
-        return Turn([1], Completion([2], [0.0], [0], "stop"), "" if asked else "a", [call] if asked else [])
+        return Turn(
+            [1], Completion([2], [0.0], [0], "stop"), "" if asked else "a", [call] if asked else []
+        )
 
 
 def make(place, error, is_async):
@@ -103,7 +115,15 @@ def test_no_code_of_an_environment_ends_the_process():
         for seed in range(200):
             rng = random.Random(seed)
             place = rng.choice(PLACES)
-            error = rng.choice([SystemExit(0), SystemExit("bye"), KeyboardInterrupt(), Custom("x"), GeneratorExit()])
+            error = rng.choice(
+                [
+                    SystemExit(0),
+                    SystemExit("bye"),
+                    KeyboardInterrupt(),
+                    Custom("x"),
+                    GeneratorExit(),
+                ]
+            )
             env = make(place, error, rng.random() < 0.5)
             (example,) = env.get_dataset()
             done = await attempt(env, Model(), example, Sampling(), retries=1, failures=counts)
@@ -147,8 +167,14 @@ def test_the_first_ctrl_c_asks_a_run_that_takes_steps_and_the_next_ends_it(monke
     [
         (["/x/bin/rl", "@", "a b.toml", "--clean"], "rl @ 'a b.toml' --resume auto"),
         (["/x/sft", "--resume", "--max-steps", "3"], "sft --max-steps 3 --resume auto"),
-        (["/x/rl", "@", "r.toml", "--resume=out/checkpoints/step_1", "--clean", "false"], "rl @ r.toml --resume auto"),
-        (["/x/hone/__main__.py", "vf-rl", "@", "f", "--clean", "@", "g"], "python -m hone vf-rl @ f @ g --resume auto"),
+        (
+            ["/x/rl", "@", "r.toml", "--resume=out/checkpoints/step_1", "--clean", "false"],
+            "rl @ r.toml --resume auto",
+        ),
+        (
+            ["/x/hone/__main__.py", "vf-rl", "@", "f", "--clean", "@", "g"],
+            "python -m hone vf-rl @ f @ g --resume auto",
+        ),
     ],
 )
 def test_the_command_that_continues_is_the_one_that_was_typed(monkeypatch, typed, command):
@@ -163,9 +189,15 @@ def test_the_command_that_continues_is_the_one_that_was_typed(monkeypatch, typed
 @pytest.mark.parametrize("place", ["import", "load"])
 def test_an_environment_that_exits_while_it_is_loaded_is_named(tmp_path, monkeypatch, place):
     monkeypatch.syspath_prepend(tmp_path)
-    text = "import sys\nsys.exit(0)\n" if place == "import" else "def load_environment():\n    raise SystemExit(3)\n"
+    text = (
+        "import sys\nsys.exit(0)\n"
+        if place == "import"
+        else "def load_environment():\n    raise SystemExit(3)\n"
+    )
     (tmp_path / f"exits_in_{place}.py").write_text(text)
-    with pytest.raises(ValueError, match=rf"environment 'exits_in_{place}'.*it called exit\(\) \(SystemExit: \d\)"):
+    with pytest.raises(
+        ValueError, match=rf"environment 'exits_in_{place}'.*it called exit\(\) \(SystemExit: \d\)"
+    ):
         load_environment(f"exits_in_{place}")
 
 
@@ -189,7 +221,10 @@ def test_rollouts_of_an_example_share_nothing():
     done = [asyncio.run(attempt(env, Model(), example, Sampling())) for _ in range(4)]
     assert [one.reward for one in done] == [202.0] * 4
     assert [one.state["prompt"][0]["content"] for one in done] == ["Go. Go."] * 4
-    assert example.prompt == [{"role": "user", "content": "Go."}] and example.info == {"moves": [], "at": {"x": 1}}
+    assert example.prompt == [{"role": "user", "content": "Go."}] and example.info == {
+        "moves": [],
+        "at": {"x": 1},
+    }
     assert all(one.example is example for one in done)
 
 
@@ -220,14 +255,20 @@ def test_rows_of_a_dataset_may_have_nulls_and_numpy_values():
         assert env.get_dataset()[0].prompt == [{"role": "user", "content": "a"}]
     (example,) = SingleTurnEnv(dataset=[{"question": "?", "answer": np.int64(3)}]).get_dataset()
     assert example.answer == 3 and type(example.answer) is int
-    with pytest.raises(ValueError, match="row 0 of the dataset: its prompt is no list of messages with roles"):
+    with pytest.raises(
+        ValueError, match="row 0 of the dataset: its prompt is no list of messages with roles"
+    ):
         SingleTurnEnv(dataset=[{"prompt": [{"content": "a"}]}])
 
 
 def wrapped(tmp_path):
     """The same environment by itself, in workers, and in a group."""
     inner = load_environment("wrapped_env")
-    return inner, Isolated(inner, "wrapped_env", {}, 1), EnvGroup([load_environment("wrapped_env")], ["w"])
+    return (
+        inner,
+        Isolated(inner, "wrapped_env", {}, 1),
+        EnvGroup([load_environment("wrapped_env")], ["w"]),
+    )
 
 
 WRAPPED = '''
@@ -276,7 +317,8 @@ def test_what_wraps_an_environment_has_all_that_it_has(tmp_path, monkeypatch):
     public = {name for name in dir(hone.environments.Environment) if not name.startswith("_")}
     for env in wrapped(tmp_path):
         assert all(
-            hasattr(env, name) for name in (*public, "parser", "rubric", "system_prompt", "few_shot", "call_timeout")
+            hasattr(env, name)
+            for name in (*public, "parser", "rubric", "system_prompt", "few_shot", "call_timeout")
         )
 
 
@@ -340,9 +382,14 @@ def test_tools_are_told_apart_and_have_the_parameters_that_a_model_can_give():
         return a + b
 
     env = ToolEnv(tools=[Shop().look, functools.partial(add, b=1)], dataset=[ROW])
-    assert env.oai_tools[1]["function"]["name"] == "add" and env.oai_tools[1]["function"]["description"] == "Adds."
+    assert (
+        env.oai_tools[1]["function"]["name"] == "add"
+        and env.oai_tools[1]["function"]["description"] == "Adds."
+    )
     assert list(env.oai_tools[0]["function"]["parameters"]["properties"]) == ["item"]
-    with pytest.raises(ValueError, match="two tools are named 'look'; the model could not tell them apart"):
+    with pytest.raises(
+        ValueError, match="two tools are named 'look'; the model could not tell them apart"
+    ):
         env.add_tool(Shop().look)
 
     def hidden(_x: int) -> int:

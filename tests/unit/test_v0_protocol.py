@@ -30,7 +30,9 @@ class Scripted:
         completion, calls = Completion([3], [-0.5], [0], "stop"), []
         for i, (name, arguments) in enumerate(reply.items() if isinstance(reply, dict) else []):
             function = {"name": name, "arguments": json.dumps(arguments)}
-            calls.append({"id": f"call_{len(messages)}_{i}", "type": "function", "function": function})
+            calls.append(
+                {"id": f"call_{len(messages)}_{i}", "type": "function", "function": function}
+            )
         return Turn([1, 2], completion, "" if calls else reply, calls)
 
 
@@ -51,9 +53,13 @@ def single_turn():
         return 1.0 if parser.parse_answer(completion) == answer else 0.0
 
     rubric = vf.Rubric(
-        funcs=[correct_answer_reward_func, parser.get_format_reward_func()], weights=[1.0, 0.2], parser=parser
+        funcs=[correct_answer_reward_func, parser.get_format_reward_func()],
+        weights=[1.0, 0.2],
+        parser=parser,
     )
-    return vf.SingleTurnEnv(dataset=dataset, system_prompt="Think.", parser=parser, rubric=rubric, max_concurrent=8)
+    return vf.SingleTurnEnv(
+        dataset=dataset, system_prompt="Think.", parser=parser, rubric=rubric, max_concurrent=8
+    )
 
 
 def test_single_turn_with_a_dataset():
@@ -155,11 +161,17 @@ async def shout(word: str, times: list[int] | None = None) -> str:
 
 def test_tools_from_docstrings():
     env = vf.ToolEnv(
-        dataset=[{"question": "6 / 4?", "answer": "1.5"}], tools=[divide, shout], max_turns=6,
-        rubric=vf.Rubric(funcs=[lambda completion, answer: float(answer in completion[-1]["content"])]),
-    )  # fmt: skip
+        dataset=[{"question": "6 / 4?", "answer": "1.5"}],
+        tools=[divide, shout],
+        max_turns=6,
+        rubric=vf.Rubric(
+            funcs=[lambda completion, answer: float(answer in completion[-1]["content"])]
+        ),
+    )
     calls = {"divide": {"a": 6, "b": 4}, "shout": {"word": "so"}}
-    done, model = play(env, calls, {"divide": {"a": 1, "b": 0}}, {"divid": {}}, {"divide": {"c": 1}}, "1.5")
+    done, model = play(
+        env, calls, {"divide": {"a": 1, "b": 0}}, {"divid": {}}, {"divide": {"c": 1}}, "1.5"
+    )
     said = [m["content"] for m in done.messages if m["role"] == "tool"]
     assert said[:3] == ["1.5", "SO", "division by zero"]
     assert said[3] == "there is no tool 'divid'; the tools are: divide, shout"
@@ -168,8 +180,13 @@ def test_tools_from_docstrings():
     assert done.reward == 1.0 and done.stop == "no_tools_called"
     assert done.metrics["total_tool_calls"] == 5 and done.metrics["divide_calls"] == 3
     schema = model.tools[0]["function"]
-    assert schema["description"] == "Divide a number by another." and schema["parameters"]["required"] == ["a"]
-    assert schema["parameters"]["properties"]["a"] == {"type": "number", "description": "what is divided, in full"}
+    assert schema["description"] == "Divide a number by another." and schema["parameters"][
+        "required"
+    ] == ["a"]
+    assert schema["parameters"]["properties"]["a"] == {
+        "type": "number",
+        "description": "what is divided, in full",
+    }
     assert schema_of(shout)["function"]["parameters"]["properties"]["times"]["default"] is None
 
 
@@ -192,7 +209,9 @@ class Notes(vf.StatefulToolEnv):
 
 
 def test_tools_with_a_state_that_the_model_does_not_see():
-    env = Notes(dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[lambda state: len(state["kept"])]))
+    env = Notes(
+        dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[lambda state: len(state["kept"])])
+    )
     done, model = play(env, {"note": {"text": "a"}}, {"note": {"text": "b"}}, "end")
     assert done.reward == 2 and done.messages[-2]["content"] == "2 kept"
     assert list(model.tools[0]["function"]["parameters"]["properties"]) == ["text"]
@@ -211,14 +230,18 @@ def test_calls_have_a_deadline():
     async def grade(completion):
         await asyncio.sleep(5)
 
-    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[grade]), call_timeout=0.05)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[grade]), call_timeout=0.05
+    )
     with pytest.raises(vf.RewardError, match="grade gave no value within 0.05 s"):
         play(env, "x")
 
     def late(completion):
         raise TimeoutError("the disk is slow")
 
-    env = vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[late]), call_timeout=5.0)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[late]), call_timeout=5.0
+    )
     with pytest.raises(vf.RewardError, match="late raised TimeoutError: the disk is slow"):
         play(env, "x")
 
@@ -235,7 +258,10 @@ def test_data_sets_by_the_names_of_v0(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     rows = vf.load_example_dataset("gsm8k", n=3, seed=1)
-    assert asked == [("openai/gsm8k", "main", "test")] and rows.column_names == ["question", "answer"]
+    assert asked == [("openai/gsm8k", "main", "test")] and rows.column_names == [
+        "question",
+        "answer",
+    ]
     assert len(rows) == 3 and all(row["question"] == row["answer"] + "?" for row in rows)
     assert len(vf.load_example_dataset("gsm8k", split="train")) == 9 and asked[1][2] == "train"
     assert vf.extract_hash_answer("plain") == "plain"
@@ -260,7 +286,9 @@ class Judge(BaseHTTPRequestHandler):
             self.end_headers()
             return
         says = "yes" if "Response:\nParis" in body["messages"][0]["content"] else "no"
-        answer = json.dumps({"choices": [{"message": {"role": "assistant", "content": says}}]}).encode()
+        answer = json.dumps(
+            {"choices": [{"message": {"role": "assistant", "content": says}}]}
+        ).encode()
         self.send_response(200)
         self.send_header("content-length", str(len(answer)))
         self.end_headers()
@@ -275,7 +303,9 @@ def test_a_judge_over_an_endpoint(monkeypatch):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setenv("JUDGE_KEY", "secret")
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    rubric = vf.JudgeRubric(judge_model="wise", base_url=url, api_key_var="JUDGE_KEY", judge_sampling_args={"seed": 1})
+    rubric = vf.JudgeRubric(
+        judge_model="wise", base_url=url, api_key_var="JUDGE_KEY", judge_sampling_args={"seed": 1}
+    )
 
     async def judged(judge, prompt, completion, answer, state):
         return 1.0 if "yes" in (await judge(prompt, completion, answer, state)).lower() else 0.0
@@ -285,14 +315,20 @@ def test_a_judge_over_an_endpoint(monkeypatch):
 
     rubric.add_reward_func(judged, weight=1.0)
     rubric.add_reward_func(again, weight=0.5)
-    env = vf.SingleTurnEnv(dataset=[{"question": "Capital of France?", "answer": "Paris"}], rubric=rubric)
+    env = vf.SingleTurnEnv(
+        dataset=[{"question": "Capital of France?", "answer": "Paris"}], rubric=rubric
+    )
     env.check()
     assert play(env, "Paris")[0].reward == 1.5 and play(env, "Rome")[0].reward == 0.0
     server.shutdown()
     assert len(Judge.asked) == 3  # busy, then once for both functions, then once
     path, key, body = Judge.asked[1]
     assert (path, key) == ("/v1/chat/completions", "Bearer secret")
-    assert body["model"] == "wise" and body["seed"] == 1 and "Capital of France?" in body["messages"][0]["content"]
+    assert (
+        body["model"] == "wise"
+        and body["seed"] == 1
+        and "Capital of France?" in body["messages"][0]["content"]
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- groups
@@ -305,20 +341,28 @@ def shortest(completions, answers, **kwargs):
 
 def test_rewards_of_a_group_compare_its_rollouts():
     env = vf.SingleTurnEnv(
-        dataset=[{"question": "?"}], rubric=vf.Rubric(funcs=[shortest, lambda completion: 0.25], weights=[0.5, 1.0])
+        dataset=[{"question": "?"}],
+        rubric=vf.Rubric(funcs=[shortest, lambda completion: 0.25], weights=[0.5, 1.0]),
     )
     env.check()
-    rollouts = [play(env, text)[0] for text in ("long one", "short")] + [Rollout(None, [], [], error="lost")]
+    rollouts = [play(env, text)[0] for text in ("long one", "short")] + [
+        Rollout(None, [], [], error="lost")
+    ]
     asyncio.run(score_group_or_fail(env, rollouts))
     assert [r.reward for r in rollouts] == [0.25, 0.75, 0.0]
-    assert rollouts[1].metrics == {"<lambda>": 0.25, "shortest": 1.0} and rollouts[2].error == "lost"
+    assert (
+        rollouts[1].metrics == {"<lambda>": 0.25, "shortest": 1.0} and rollouts[2].error == "lost"
+    )
 
     def one_too_many(completions):
         return [1.0] * (len(completions) + 1)
 
     env.rubric.add_reward_func(one_too_many)
     asyncio.run(score_group_or_fail(env, rollouts))
-    assert rollouts[0].error == "reward function one_too_many raised TypeError: gave 3 values for 2 rollouts"
+    assert (
+        rollouts[0].error
+        == "reward function one_too_many raised TypeError: gave 3 values for 2 rollouts"
+    )
 
 
 def test_rubrics_that_disagree_are_summed_before_advantages():
@@ -358,10 +402,16 @@ def test_a_group_of_environments_has_all_their_tasks():
 
 def test_a_reward_function_that_asks_for_what_is_not_there():
     for func, words in (
-        (lambda completions_: 0.0, "'completions_', which it will not get; did you mean completion"),
+        (
+            lambda completions_: 0.0,
+            "'completions_', which it will not get; did you mean completion",
+        ),
         (lambda completion, answers_key: 0.0, "did you mean answer"),
         (lambda judge: 0.0, "asks for 'judge'"),
-        (lambda completions, answer: [0.0], "'answer', which it will not get; did you mean answers"),
+        (
+            lambda completions, answer: [0.0],
+            "'answer', which it will not get; did you mean answers",
+        ),
     ):
         with pytest.raises(ValueError, match=words):
             vf.SingleTurnEnv(dataset=[{"question": "?"}], rubric=vf.Rubric([func])).check()
@@ -378,7 +428,10 @@ def test_a_reward_function_that_asks_for_what_is_not_there():
     ("returned", "words"),
     [
         ("None", "returned builtins.NoneType; accepted is an environment of hone.environments"),
-        ("vf.SingleTurnEnv(dataset=[{'question': '?'}], rubric=vf.Rubric([lambda anser: 1]))", "did you mean answer"),
+        (
+            "vf.SingleTurnEnv(dataset=[{'question': '?'}], rubric=vf.Rubric([lambda anser: 1]))",
+            "did you mean answer",
+        ),
     ],
 )
 def test_what_load_environment_returns_is_an_environment(returned, words, tmp_path, monkeypatch):
@@ -395,11 +448,22 @@ def test_what_load_environment_returns_is_an_environment(returned, words, tmp_pa
 
 
 def test_parsers_of_thinking_and_boxes():
-    assert vf.ThinkParser().parse("<think>a</think> b ") == "b" and vf.ThinkParser().parse("b") == ""
-    assert vf.MaybeThinkParser(vf.extract_boxed_answer).parse("x</think>so \\boxed{\\frac{1}{2}}.") == "\\frac{1}{2}"
-    assert vf.extract_boxed_answer("none") == "none" and vf.extract_boxed_answer("none", strict=True) == ""
+    assert (
+        vf.ThinkParser().parse("<think>a</think> b ") == "b" and vf.ThinkParser().parse("b") == ""
+    )
+    assert (
+        vf.MaybeThinkParser(vf.extract_boxed_answer).parse("x</think>so \\boxed{\\frac{1}{2}}.")
+        == "\\frac{1}{2}"
+    )
+    assert (
+        vf.extract_boxed_answer("none") == "none"
+        and vf.extract_boxed_answer("none", strict=True) == ""
+    )
     form = vf.ThinkParser().get_format_reward_func()
-    says = [{"role": "assistant", "content": text} for text in ("<think>a</think>b", "<think>a</think>", "b", "")]
+    says = [
+        {"role": "assistant", "content": text}
+        for text in ("<think>a</think>b", "<think>a</think>", "b", "")
+    ]
     assert form(says) == 0.25
 
 
@@ -431,7 +495,9 @@ def test_the_rubrics_own_parser_is_the_one_that_its_functions_get():
     rows = [{"question": "?", "answer": "2"}]
     own = vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric([right], parser=vf.XMLParser(["answer"])))
     assert play(own, "<answer>1</answer> no, <answer>2</answer>")[0].reward == 1.0
-    of_the_environment = vf.SingleTurnEnv(dataset=rows, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric([right]))
+    of_the_environment = vf.SingleTurnEnv(
+        dataset=rows, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric([right])
+    )
     assert play(of_the_environment, "<answer>2</answer>")[0].reward == 1.0
 
 

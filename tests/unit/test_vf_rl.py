@@ -105,8 +105,14 @@ def test_a_key_has_its_effect(tmp_path, key, value, path, expected):
     given = {"eval_steps": 5} if key == "eval_strategy" else {}
     text = BASE + f"{key} = " + json.dumps(value) + "\n"
     if isinstance(value, dict):
-        text = BASE + f"[trainer.args.{key}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items())
-    text = "\n".join(line for line in text.splitlines() if not (line in BASE and line.startswith(f"{key} =")))
+        text = (
+            BASE
+            + f"[trainer.args.{key}]\n"
+            + "".join(f"{k} = {json.dumps(v)}\n" for k, v in value.items())
+        )
+    text = "\n".join(
+        line for line in text.splitlines() if not (line in BASE and line.startswith(f"{key} ="))
+    )
     after = loaded(tmp_path, text=text).as_rl()
     assert value_of(after, path) == expected
     assert given or before != after or value == "all-linear"  # the default, said
@@ -121,7 +127,11 @@ def test_no_key_is_without_an_effect():
 def test_evaluation_has_its_interval(tmp_path):
     words = ("--trainer.args.eval-strategy", "steps", "--trainer.args.eval-steps", "5")
     evaluation = loaded(tmp_path, *words).as_rl().orchestrator.eval
-    assert (evaluation.interval, evaluation.max_tokens, evaluation.env[0].id) == (5, 128, "primeintellect/reverse-text")
+    assert (evaluation.interval, evaluation.max_tokens, evaluation.env[0].id) == (
+        5,
+        128,
+        "primeintellect/reverse-text",
+    )
 
 
 def test_the_tutorials_blocks_parse(tmp_path):
@@ -143,14 +153,25 @@ def test_the_tutorials_blocks_parse(tmp_path):
 
 def test_flags_of_the_server(tmp_path):
     flags = (
-        'max_model_len = 1024\nmax_num_seqs = 64\ngpu_memory_utilization = 0.5\nport = 0\ntool_call_parser = "hermes"'
+        "max_model_len = 1024\nmax_num_seqs = 64\ngpu_memory_utilization = 0.5\nport = 0\n"
+        'tool_call_parser = "hermes"'
     )
-    text = BASE.replace("enforce_eager = true", f"enforce_eager = true\nenable_auto_tool_choice = true\n{flags}")
+    text = BASE.replace(
+        "enforce_eager = true", f"enforce_eager = true\nenable_auto_tool_choice = true\n{flags}"
+    )
     inference = loaded(tmp_path, text=text).as_rl().inference
-    assert (inference.enforce_eager, inference.max_model_len, inference.max_batch_size) == (True, 1024, 64)
+    assert (inference.enforce_eager, inference.max_model_len, inference.max_batch_size) == (
+        True,
+        1024,
+        64,
+    )
     assert (inference.gpu_memory_utilization, inference.server.port) == (0.5, 0)
     assert not inference.needs_vllm  # tools are parsed without a flag
-    others = loaded(tmp_path, text=BASE.replace("enforce_eager = true", "max_loras = 2")).as_rl().inference
+    others = (
+        loaded(tmp_path, text=BASE.replace("enforce_eager = true", "max_loras = 2"))
+        .as_rl()
+        .inference
+    )
     assert others.vllm_args == {"max_loras": 2} and others.needs_vllm
 
 
@@ -163,9 +184,15 @@ def test_who_gets_which_gpu(tmp_path):
     assert placed(2) == placed(8) == ([0], 1, [1])
     six = ("--inference.gpus", "6", "--trainer.gpus", "2")
     assert placed(8, *six) == ([0, 1, 2, 3, 4, 5], 6, [6, 7])
-    assert placed(8, *six, "--inference.args.tensor-parallel-size", "2") == ([0, 1, 2, 3, 4, 5], 3, [6, 7])
+    assert placed(8, *six, "--inference.args.tensor-parallel-size", "2") == (
+        [0, 1, 2, 3, 4, 5],
+        3,
+        [6, 7],
+    )
     assert placed(4, "--deployment", "colocated") == ([0], 1, [0])
-    with pytest.raises(ConfigError, match=r"inference.gpus 6 and trainer.gpus 2 are 8 GPUs, there are 4"):
+    with pytest.raises(
+        ConfigError, match=r"inference.gpus 6 and trainer.gpus 2 are 8 GPUs, there are 4"
+    ):
         placed(4, *six)
     with pytest.raises(ConfigError, match="not a multiple of the 4 GPUs"):
         placed(8, *six, "--inference.args.tensor-parallel-size", "4")
@@ -178,9 +205,17 @@ def test_who_gets_which_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("micro-batch-size", "24", "batch_size 128 is not a multiple of micro_batch_size 24 x 1 GPUs = 24; micro"),
+        (
+            "micro-batch-size",
+            "24",
+            "batch_size 128 is not a multiple of micro_batch_size 24 x 1 GPUs = 24; micro",
+        ),
         ("batch-size", "100", "batch_size 100 is not a multiple of rollouts_per_example 16"),
-        ("loss-type", "grpo", "loss_type = 'grpo' is not possible: the loss is masked importance sampling"),
+        (
+            "loss-type",
+            "grpo",
+            "loss_type = 'grpo' is not possible: the loss is masked importance sampling",
+        ),
         ("mask-env-responses", "false", "what the environment says is never trained on"),
         ("lora-rnk", "3", "did you mean trainer.args.lora-rank"),
         ("report-to", "mlflow", "'tensorboard' or 'none'"),
@@ -188,7 +223,7 @@ def test_who_gets_which_gpu(tmp_path):
         ("lr-scheduler-type", "constant_with_warmup", "needs warmup_steps"),
         ("max-steps", "0", "greater than 0"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_the_reason(tmp_path, key, value, words):
     with pytest.raises(ConfigError, match=words):
         loaded(tmp_path, f"--trainer.args.{key}", value).as_rl()
@@ -204,7 +239,10 @@ def test_keys_that_ask_for_what_is_done_anyway_are_taken(tmp_path):
     ("more", "words"),
     [
         ("use_lora = false\nlora_rank = 4", "lora_rank has no effect with use_lora = false"),
-        ("mask_truncated_completions = true\nzero_truncated_completions = true", "choose one of them"),
+        (
+            "mask_truncated_completions = true\nzero_truncated_completions = true",
+            "choose one of them",
+        ),
         ('report_to = "none"\n[trainer.args.wandb]\nproject = "p"', "wandb has no effect"),
     ],
 )
@@ -219,38 +257,68 @@ def test_a_misspelt_flag_of_the_server_is_not_sent_to_vllm(tmp_path):
 
 
 ROW = {
-    "step": 5, "loss/mean": 0.01234567, "optim/lr": 1e-5, "progress/epoch": 0.25, "reward/mean": 0.5,
-    "entropy/mean": 0.25, "importance_ratio/mean": 1.0, "optim/grad_norm": 0.5, "is_masked/mean": 0.0,
+    "step": 5,
+    "loss/mean": 0.01234567,
+    "optim/lr": 1e-5,
+    "progress/epoch": 0.25,
+    "reward/mean": 0.5,
+    "entropy/mean": 0.25,
+    "importance_ratio/mean": 1.0,
+    "optim/grad_norm": 0.5,
+    "is_masked/mean": 0.0,
     "batch/effective_batch_size": 16,
-}  # fmt: skip
+}
 
 
 def test_lines_are_those_of_the_tutorial():
     assert loss_line(ROW) == "{'loss': 0.01235, 'learning_rate': 1e-05, 'epoch': 0.25}"
-    assert step_line(ROW, 100) == "Step 5/100: reward=0.5000, entropy=0.2500, importance_ratio=1.0000"
+    assert (
+        step_line(ROW, 100) == "Step 5/100: reward=0.5000, entropy=0.2500, importance_ratio=1.0000"
+    )
     rollout = {
         "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "hello\x1b[2J"}],
-        "completion": [{"role": "assistant", "content": "olleh\nok"}], "reward": 1.0,
-    }  # fmt: skip
+        "completion": [{"role": "assistant", "content": "olleh\nok"}],
+        "reward": 1.0,
+    }
     assert sample_block(5, rollout).splitlines() == [
-        "=== Step 5 Sample ===", "Prompt: hello\\x1b[2J", "Completion: olleh", "ok", "Reward: 1",
-    ]  # fmt: skip
+        "=== Step 5 Sample ===",
+        "Prompt: hello\\x1b[2J",
+        "Completion: olleh",
+        "ok",
+        "Reward: 1",
+    ]
 
 
 def test_a_step_without_signal_says_why():
-    idle = ROW | {"batch/effective_batch_size": 0, "batch/solve_all": 1, "progress/failed": 0, "is_truncated/mean": 0}
+    idle = ROW | {
+        "batch/effective_batch_size": 0,
+        "batch/solve_all": 1,
+        "progress/failed": 0,
+        "is_truncated/mean": 0,
+    }
     first, second = step_line(idle, 100).splitlines()
     assert first == "Step 5/100: reward=0.5000" and "every rollout was solved" in second
 
 
 def test_how_often_the_console_prints(tmp_path, capsys):
-    words = ("--trainer.args.logging-steps", "2", "--trainer.args.sample-steps", "3", "--trainer.args.max-steps", "5")
+    words = (
+        "--trainer.args.logging-steps",
+        "2",
+        "--trainer.args.sample-steps",
+        "3",
+        "--trainer.args.max-steps",
+        "5",
+    )
     config = loaded(tmp_path, *words, "--trainer.args.output-dir", str(tmp_path / "run"))
     console = Console(config, config.as_rl(), [])
     for step in range(1, 6):
         place = tmp_path / "run" / "rollouts" / f"step_{step}"
         place.mkdir(parents=True)
-        rollout = {"prompt": [{"role": "user", "content": "p\u2028\x85"}], "completion": [], "reward": 0.0}
+        rollout = {
+            "prompt": [{"role": "user", "content": "p\u2028\x85"}],
+            "completion": [],
+            "reward": 0.0,
+        }
         (place / "rollouts.jsonl").write_text(json.dumps(rollout, ensure_ascii=False) + "\n")
         assert console.on_step(ROW | {"step": step})
     out = capsys.readouterr().out
@@ -276,7 +344,9 @@ def test_a_reward_that_does_not_rise_is_remarked_on(tmp_path, caplog, rewards, w
         console.on_step(ROW | {"step": step, "reward/mean": reward})
     assert (words in caplog.text) if words else not caplog.text
     if words:
-        assert "hone eval run primeintellect/reverse-text -m PrimeIntellect/Qwen3-0.6B" in caplog.text
+        assert (
+            "hone eval run primeintellect/reverse-text -m PrimeIntellect/Qwen3-0.6B" in caplog.text
+        )
 
 
 def test_unstable_training_is_remarked_on_once(tmp_path, caplog):
@@ -284,7 +354,9 @@ def test_unstable_training_is_remarked_on_once(tmp_path, caplog):
     console = Console(config, config.as_rl(), [])
     for step in (1, 2):
         console.on_step(ROW | {"step": step, "is_masked/mean": 0.75})
-    assert caplog.text.count("training is unstable (mismatch KL 0.00, 75 % of the tokens masked)") == 1
+    assert (
+        caplog.text.count("training is unstable (mismatch KL 0.00, 75 % of the tokens masked)") == 1
+    )
 
 
 def test_transformers_reads_the_state(tmp_path):
@@ -295,7 +367,10 @@ def test_transformers_reads_the_state(tmp_path):
     write_state(tmp_path / "metrics.jsonl", 2, 100, {"loss/mean": 0.5}, tmp_path)
     state = TrainerState.load_from_json(str(tmp_path / "trainer_state.json"))
     assert (state.global_step, state.max_steps, state.epoch) == (2, 100, 0.25)
-    assert [(entry["step"], entry["loss"]) for entry in state.log_history] == [(1, 0.01234567), (2, 0.5)]
+    assert [(entry["step"], entry["loss"]) for entry in state.log_history] == [
+        (1, 0.01234567),
+        (2, 0.5),
+    ]
 
 
 def test_a_job_of_hosted_training(tmp_path):
@@ -310,8 +385,15 @@ def test_a_job_of_hosted_training(tmp_path):
     assert isinstance(run, RLConfig) and run.output_dir == Path("outputs/a") and run.max_steps == 10
     assert [(env.id, env.args) for env in run.orchestrator.env] == [("o/a", {"x": 1}), ("b", {})]
     assert (run.orchestrator.sampling.max_tokens, run.orchestrator.eval.interval) == (7, 3)
-    assert run.orchestrator.buffer.online_difficulty_filtering and run.ckpt.interval == run.weights.interval == 4
-    assert (run.trainer.lora.alpha, run.trainer.optim.lr, run.orchestrator.batch_size) == (8.0, 1e-4, 32)
+    assert (
+        run.orchestrator.buffer.online_difficulty_filtering
+        and run.ckpt.interval == run.weights.interval == 4
+    )
+    assert (run.trainer.lora.alpha, run.trainer.optim.lr, run.orchestrator.batch_size) == (
+        8.0,
+        1e-4,
+        32,
+    )
     with pytest.raises(ConfigError, match="did you mean max-steps"):
         load_config(LabConfig, ["@", str(tmp_path / "job.toml"), "--max-step", "10"])
 
@@ -320,6 +402,10 @@ def test_messages_name_the_keys_of_vf_rl(tmp_path, monkeypatch):
     from hone.config.vf_rl_config import in_own_words
 
     said = "outputs/x holds an earlier rl run; choose: --clean, --resume, or another directory (--output-dir DIR)"
-    assert in_own_words(said).endswith("--clean, --resume, or another directory (--trainer.args.run-name NAME)")
+    assert in_own_words(said).endswith(
+        "--clean, --resume, or another directory (--trainer.args.run-name NAME)"
+    )
     assert "train(clean=True), train(resume=True)" in in_own_words(said, is_python=True)
-    assert "larger trainer.args.max_tokens" in in_own_words("a larger orchestrator.sampling.max_tokens")
+    assert "larger trainer.args.max_tokens" in in_own_words(
+        "a larger orchestrator.sampling.max_tokens"
+    )

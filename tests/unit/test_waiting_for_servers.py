@@ -56,7 +56,9 @@ def test_a_start_is_announced_while_its_process_lives():
 
 
 @pytest.mark.parametrize("sign", ["starts", "is silent"])
-def test_a_server_that_starts_is_waited_for_beyond_the_limit_without_a_sign(sign, monkeypatch, capsys):
+def test_a_server_that_starts_is_waited_for_beyond_the_limit_without_a_sign(
+    sign, monkeypatch, capsys
+):
     monkeypatch.setattr(http, "NOTICE_SECONDS", 0.3)
     monkeypatch.setattr(http, "ANSWER_SECONDS", 0.2)
     server = ThreadingHTTPServer(("127.0.0.1", 0), ModelsRoute, bind_and_activate=False)
@@ -86,7 +88,10 @@ def test_a_server_that_starts_is_waited_for_beyond_the_limit_without_a_sign(sign
 
 def test_a_server_that_is_not_there_is_an_error_that_says_how_to_start_it():
     port, start = free_port(), time.monotonic()
-    with pytest.raises(ConnectionError, match=rf"no server answers at http://127.0.0.1:{port}/v1 .*inference --model"):
+    with pytest.raises(
+        ConnectionError,
+        match=rf"no server answers at http://127.0.0.1:{port}/v1 .*inference --model",
+    ):
         check_server(port, no_sign_seconds=0.5)
     assert time.monotonic() - start >= 0.5
 

@@ -57,7 +57,9 @@ def train(model):
     """Stands for a step."""
     with torch.no_grad():
         for i, parameter in enumerate(p for p in model.parameters() if p.requires_grad):
-            parameter += 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(i))
+            parameter += 0.01 * torch.randn(
+                parameter.shape, generator=torch.Generator().manual_seed(i)
+            )
 
 
 @pytest.mark.parametrize("way", ["filesystem", "adapter", "nccl", "nccl with an adapter", "shelf"])
@@ -67,7 +69,11 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
     trained = made(1, lora="adapter" in way)
     export = Export(trained, Ranks(), torch.float32)
     config = NcclConfig(type="nccl") if "nccl" in way else FilesystemConfig()
-    write = (lambda *files: export.write_adapter("base", *files)) if any(lora_modules(trained)) else None
+    write = (
+        (lambda *files: export.write_adapter("base", *files))
+        if any(lora_modules(trained))
+        else None
+    )
     sender = Shelf() if way == "shelf" else make_sender(config, write, LOG)
     assert (sender.takes == "adapter") == (way == "adapter")
     server, sizes = dict(hf_tensors(made(2))), []
@@ -80,7 +86,11 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
             place = tmp_path / f"step_{version}"
             place.mkdir()
             sizes.append(
-                sender.send_version(version, export.adapter_tensors() if sender.takes == "adapter" else expected, place)
+                sender.send_version(
+                    version,
+                    export.adapter_tensors() if sender.takes == "adapter" else expected,
+                    place,
+                )
             )
             message = json.loads(json.dumps(sender.delivery_message))  # it travels as JSON
             receiver, told = make_receiver(message["type"]), []
@@ -92,7 +102,9 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
                 told.clear()
                 receiver.receive_version(message, version, place, server, arrived)
                 names = [name for portion in told for name in portion]
-                assert all(all(portion.values()) for portion in told) and len(set(names)) == len(names)
+                assert all(all(portion.values()) for portion in told) and len(set(names)) == len(
+                    names
+                )
                 if "nccl" in way:
                     assert set(names) == set(server) and len(told) > 1
                 for name, tensor in server.items():
@@ -106,5 +118,7 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
 
 
 def test_a_way_that_there_is_not_is_named():
-    with pytest.raises(ValueError, match="transport.type 'pigeon' is none of filesystem, adapter, nccl"):
+    with pytest.raises(
+        ValueError, match="transport.type 'pigeon' is none of filesystem, adapter, nccl"
+    ):
         make_receiver("pigeon")

@@ -15,13 +15,19 @@ from hone.clients.http_connection import Wire, is_direct
 LONG = b"x" * 300_000
 ANSWERS = {
     "length": b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + LONG,
-    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n493e0\r\n" + LONG + b"\r\n0\r\n\r\n",
+    "chunks": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n493e0\r\n"
+    + LONG
+    + b"\r\n0\r\n\r\n",
     "until the end": b"HTTP/1.0 200 OK\r\n\r\n" + LONG,
     "close": b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 300000\r\n\r\n" + LONG,
-    "continue": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + LONG,
+    "continue": b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n"
+    + LONG,
 }
 packed = gzip.compress(LONG)
-ANSWERS["gzip"] = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed) + packed
+ANSWERS["gzip"] = (
+    b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(packed)
+    + packed
+)
 BROKEN = {
     "half": b"HTTP/1.1 200 OK\r\nContent-Length: 300000\r\n\r\n" + LONG[:1000],
     "nothing": b"",
@@ -42,7 +48,9 @@ class Heard:
 async def served(answer, silent=False, port=0, **options):
     """A server that gives every request that answer. The end of its connections where the answer does not tell."""
     heard, open_ = Heard(), []
-    ends = not silent and (answer in BROKEN.values() or answer in (ANSWERS["until the end"], ANSWERS["close"]))
+    ends = not silent and (
+        answer in BROKEN.values() or answer in (ANSWERS["until the end"], ANSWERS["close"])
+    )
 
     async def serve(reader, writer):
         heard.connections += 1
@@ -50,7 +58,14 @@ async def served(answer, silent=False, port=0, **options):
         try:
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next((int(x[15:]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length:")), 0)
+                length = next(
+                    (
+                        int(x[15:])
+                        for x in head.lower().split(b"\r\n")
+                        if x.startswith(b"content-length:")
+                    ),
+                    0,
+                )
                 heard.requests.append(head + await reader.readexactly(length))
                 if silent:
                     continue
@@ -64,7 +79,10 @@ async def served(answer, silent=False, port=0, **options):
 
     server = await asyncio.start_server(serve, "127.0.0.1", port, **options)
     async with server:
-        yield f"{'https' if options else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/x?y=z", heard
+        yield (
+            f"{'https' if options else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/x?y=z",
+            heard,
+        )
         for writer in open_:
             writer.close()
 
@@ -77,9 +95,14 @@ def transport(request):
 @pytest.mark.parametrize("kind", ANSWERS)
 def test_answers(transport, kind):
     async def talk():
-        async with served(ANSWERS[kind]) as (url, heard), httpx.AsyncClient(transport=transport()) as client:
+        async with (
+            served(ANSWERS[kind]) as (url, heard),
+            httpx.AsyncClient(transport=transport()) as client,
+        ):
             for _ in range(3):
-                answer = await client.post(url, json={"a": 1}, headers={"Authorization": "Bearer k"})
+                answer = await client.post(
+                    url, json={"a": 1}, headers={"Authorization": "Bearer k"}
+                )
                 assert (answer.status_code, answer.content) == (200, LONG)
             assert heard.connections == (3 if kind in ("close", "until the end") else 1)
             for request in heard.requests:
@@ -95,9 +118,14 @@ def test_answers(transport, kind):
 @pytest.mark.parametrize("kind", BROKEN)
 def test_broken_answers(transport, kind):
     async def talk():
-        async with served(BROKEN[kind]) as (url, heard), httpx.AsyncClient(transport=transport()) as client:
+        async with (
+            served(BROKEN[kind]) as (url, heard),
+            httpx.AsyncClient(transport=transport()) as client,
+        ):
             for _ in range(2):
-                with pytest.raises(httpx.DecodingError if kind == "not gzip" else httpx.RemoteProtocolError):
+                with pytest.raises(
+                    httpx.DecodingError if kind == "not gzip" else httpx.RemoteProtocolError
+                ):
                     await client.post(url, json={})
             assert heard.connections == 2
 
@@ -106,7 +134,10 @@ def test_broken_answers(transport, kind):
 
 def test_who_is_silent_is_given_up_and_told(transport):
     async def talk():
-        async with served(b"", silent=True) as (url, heard), httpx.AsyncClient(transport=transport()) as client:
+        async with (
+            served(b"", silent=True) as (url, heard),
+            httpx.AsyncClient(transport=transport()) as client,
+        ):
             with pytest.raises(httpx.ReadTimeout):
                 await client.get(url, timeout=0.1)
             await asyncio.wait_for(heard.closed.wait(), 5)
@@ -128,7 +159,10 @@ def test_nobody_there_and_what_cannot_be_sent(transport):
         async with httpx.AsyncClient(transport=transport()) as client:
             with pytest.raises(httpx.ConnectError):
                 await client.get(url)
-        async with served(ANSWERS["length"]) as (url, heard), httpx.AsyncClient(transport=transport()) as client:
+        async with (
+            served(ANSWERS["length"]) as (url, heard),
+            httpx.AsyncClient(transport=transport()) as client,
+        ):
             with pytest.raises(httpx.LocalProtocolError):
                 await client.get(url, headers={"Authorization": "Bearer k\r\nX-Other: 1"})
             assert heard.requests == []
@@ -150,15 +184,22 @@ def test_a_connection_that_ended_meanwhile_is_not_used(transport, pause):
     asyncio.run(talk())
 
 
-@pytest.mark.parametrize("late", [
-    b"HTTP/1.1 408 Request Timeout\r\nX-Late: 1\r\nContent-Length: 0\r\n\r\n", b"HTTP/1.1 408 Req",
-    b"nothing of HTTP\r\n\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "late",
+    [
+        b"HTTP/1.1 408 Request Timeout\r\nX-Late: 1\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 408 Req",
+        b"nothing of HTTP\r\n\r\n",
+    ],
+)
 def test_what_comes_with_an_answer_is_not_taken_for_one(late):
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
 
     async def talk():
-        async with served(answer + late) as (url, heard), httpx.AsyncClient(transport=Wire()) as client:
+        async with (
+            served(answer + late) as (url, heard),
+            httpx.AsyncClient(transport=Wire()) as client,
+        ):
             for _ in range(2):
                 got = await client.get(url)
                 assert (got.status_code, got.content) == (200, b"hello")
@@ -168,13 +209,33 @@ def test_what_comes_with_an_answer_is_not_taken_for_one(late):
     asyncio.run(talk())
 
 
-@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl here to make a certificate with")
+@pytest.mark.skipif(
+    not shutil.which("openssl"), reason="no openssl here to make a certificate with"
+)
 def test_certificates_are_checked(transport, tmp_path, monkeypatch):
     certificate, key = tmp_path / "one.pem", tmp_path / "key.pem"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=here", "-addext",
-         "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate], check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "rsa:2048",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=here",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
 

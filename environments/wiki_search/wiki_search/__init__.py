@@ -53,7 +53,11 @@ def load_environment(
         random.Random(seed).shuffle(rows)
         train, held_out = rows[num_eval_examples:], rows[:num_eval_examples]
     else:
-        corpus, train, held_out = Pages(hub_pages(corpus_dataset, corpus_split)), hub_questions(questions_dataset), None
+        corpus, train, held_out = (
+            Pages(hub_pages(corpus_dataset, corpus_split)),
+            hub_questions(questions_dataset),
+            None,
+        )
     if embed_model is not None:
         corpus.embed = Embeddings(embed_model, embed_base_url, embed_api_key_var)
 
@@ -65,13 +69,20 @@ def load_environment(
     if judge_model is None:
         rubric = vf.Rubric(funcs=[says_the_answer])
     else:
-        rubric = vf.JudgeRubric(judge_model=judge_model, base_url=judge_base_url, api_key_var=judge_api_key_var)
+        rubric = vf.JudgeRubric(
+            judge_model=judge_model, base_url=judge_base_url, api_key_var=judge_api_key_var
+        )
         rubric.add_reward_func(judge_says_yes)
         rubric.add_metric(says_the_answer)
     return WikiSearch(
-        dataset=train, eval_dataset=held_out, system_prompt=system_prompt, rubric=rubric, max_turns=max_turns,
-        tools=[corpus.search_pages, corpus.view_sections, corpus.read_section], corpus=corpus,
-    )  # fmt: skip
+        dataset=train,
+        eval_dataset=held_out,
+        system_prompt=system_prompt,
+        rubric=rubric,
+        max_turns=max_turns,
+        tools=[corpus.search_pages, corpus.view_sections, corpus.read_section],
+        corpus=corpus,
+    )
 
 
 async def judge_says_yes(
@@ -85,7 +96,9 @@ class WikiSearch(vf.ToolEnv):
         super().__init__(**others)
         self.corpus = corpus
 
-    def demonstrate(self, messages: vf.Messages, example: vf.Example, rng: random.Random) -> vf.Message | str | None:
+    def demonstrate(
+        self, messages: vf.Messages, example: vf.Example, rng: random.Random
+    ) -> vf.Message | str | None:
         """Searches by the words of the question, reads the section that has the answer, and says it."""
         question = example.prompt[-1]["content"]
         calls = sum(message["role"] == "tool" for message in messages)
@@ -96,9 +109,10 @@ class WikiSearch(vf.ToolEnv):
             return example.answer
         page = place.partition(":")[0]
         name, arguments = (
-            ("search_pages", {"query": question}), ("view_sections", {"page_id": page}),
+            ("search_pages", {"query": question}),
+            ("view_sections", {"page_id": page}),
             ("read_section", {"section_id": place}),
-        )[calls]  # fmt: skip
+        )[calls]
         call = {"function": {"name": name, "arguments": json.dumps(arguments)}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
 
@@ -131,7 +145,9 @@ class Pages:
         """
         ids = list(self.titles)
         if self.embed is not None:
-            order = (await self.embed.scores(list(self.titles.values()), query)).argsort()[::-1][:FOUND]
+            order = (await self.embed.scores(list(self.titles.values()), query)).argsort()[::-1][
+                :FOUND
+            ]
         else:
             import bm25s
 
@@ -165,17 +181,24 @@ class Pages:
         if page_id not in self.texts:
             raise ValueError(f"there is no page {page_id!r}; search_pages finds pages")
         parts = re.split(r"^#+ *(.+)$", self.texts[page_id], flags=re.MULTILINE)
-        found = [(name.strip(), text.strip()) for name, text in zip(parts[1::2], parts[2::2], strict=True)]
+        found = [
+            (name.strip(), text.strip())
+            for name, text in zip(parts[1::2], parts[2::2], strict=True)
+        ]
         return found or [("Full", self.texts[page_id])]
 
     def section_with(self, answer: str, question: str) -> str | None:
         """The id of a section that has the answer, and most words of the question."""
         words = set(plain(question).split())
         found = [
-            (len(words & set(plain(f"{self.titles[page]} {name} {text}").split())), f"{page}:{_id(name)}")
-            for page in self.texts for name, text in self.sections(page)
+            (
+                len(words & set(plain(f"{self.titles[page]} {name} {text}").split())),
+                f"{page}:{_id(name)}",
+            )
+            for page in self.texts
+            for name, text in self.sections(page)
             if f" {plain(answer)} " in f" {plain(self.titles[page] + ' ' + text)} "
-        ]  # fmt: skip
+        ]
         return max(found)[1] if found else None
 
 
@@ -183,7 +206,11 @@ class Embeddings:
     """Texts as vectors of an OpenAI-compatible endpoint; those of the pages are asked for once."""
 
     def __init__(self, model: str, base_url: str, api_key_var: str) -> None:
-        self.model, self.url, self.key = model, f"{base_url.rstrip('/')}/embeddings", os.environ.get(api_key_var, "")
+        self.model, self.url, self.key = (
+            model,
+            f"{base_url.rstrip('/')}/embeddings",
+            os.environ.get(api_key_var, ""),
+        )
         self._known: np.ndarray | None = None
 
     async def scores(self, texts: list[str], query: str) -> np.ndarray:
@@ -199,7 +226,9 @@ class Embeddings:
         async with httpx.AsyncClient(timeout=60.0, headers=headers) as client:
             answer = await client.post(self.url, json={"model": self.model, "input": texts})
         if answer.status_code != 200:
-            raise RuntimeError(f"embeddings at {self.url} answered {answer.status_code}: {answer.text[:200]}")
+            raise RuntimeError(
+                f"embeddings at {self.url} answered {answer.status_code}: {answer.text[:200]}"
+            )
         vectors = np.array([one["embedding"] for one in answer.json()["data"]])
         return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
@@ -219,7 +248,10 @@ def _file(name: str) -> str:
 
 def shipped_pages() -> list[tuple[str, str, str]]:
     parts = re.split(r"^# (.+)$", _file("pages.md"), flags=re.MULTILINE)
-    return [(_id(title), title, text.strip()) for title, text in zip(parts[1::2], parts[2::2], strict=True)]
+    return [
+        (_id(title), title, text.strip())
+        for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    ]
 
 
 def hub_pages(name: str, split: str) -> list[tuple[str, str, str]]:
@@ -235,7 +267,9 @@ def _from_hub(name: str, split: str) -> Any:
 
     try:
         return load_dataset(name, split=split)
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"wiki-search: the data set {name} cannot be loaded from the hub ({type(error).__name__}: {error}); "
             'offline, choose pages = "shipped"'

@@ -43,12 +43,26 @@ def load_environment(
     demonstrations: what data for SFT shows: guesses "consistent" with all feedback, "random" ones, or both, "mixed".
     """
     known = word_list()
-    chosen = known if words is None else known[:words] if isinstance(words, int) else [word.lower() for word in words]
-    if len({len(word) for word in chosen}) != 1 or len(chosen) < 2 or not all(word.isalpha() for word in chosen):
+    chosen = (
+        known
+        if words is None
+        else known[:words]
+        if isinstance(words, int)
+        else [word.lower() for word in words]
+    )
+    if (
+        len({len(word) for word in chosen}) != 1
+        or len(chosen) < 2
+        or not all(word.isalpha() for word in chosen)
+    ):
         raise ValueError(f"wordle: words must be at least two of one length, found {chosen[:5]}")
     if demonstrations not in ("consistent", "random", "mixed"):
-        raise ValueError(f'wordle: demonstrations must be "consistent", "random" or "mixed", found {demonstrations!r}')
-    text = rules.format(length=len(chosen[0]), guesses=max_guesses, example="apple"[: len(chosen[0])])
+        raise ValueError(
+            f'wordle: demonstrations must be "consistent", "random" or "mixed", found {demonstrations!r}'
+        )
+    text = rules.format(
+        length=len(chosen[0]), guesses=max_guesses, example="apple"[: len(chosen[0])]
+    )
 
     def rows(count: int, name: str) -> list[dict[str, str]]:
         rng = random.Random(f"{seed} {name}")
@@ -59,13 +73,19 @@ def load_environment(
     format_reward = parser.get_format_reward_func()
     rubric = vf.Rubric(
         funcs=[correct_answer, partial_answer, length_bonus, format_reward, consistent_guesses],
-        weights=[1.0, 1.0, 1.0, 0.2, 0.0], parser=parser,
-    )  # fmt: skip
+        weights=[1.0, 1.0, 1.0, 0.2, 0.0],
+        parser=parser,
+    )
     return Wordle(
-        dataset=rows(num_train_examples, "train"), eval_dataset=rows(num_eval_examples, "eval"),
-        system_prompt=system_prompt, parser=parser, rubric=rubric, max_turns=max_guesses, words=chosen,
+        dataset=rows(num_train_examples, "train"),
+        eval_dataset=rows(num_eval_examples, "eval"),
+        system_prompt=system_prompt,
+        parser=parser,
+        rubric=rubric,
+        max_turns=max_guesses,
+        words=chosen,
         demonstrations=demonstrations,
-    )  # fmt: skip
+    )
 
 
 class Wordle(vf.MultiTurnEnv):
@@ -92,10 +112,18 @@ class Wordle(vf.MultiTurnEnv):
         return [{"role": "user", "content": text}]
 
     def demonstrate(self, messages: vf.Messages, example: vf.Example, rng: random.Random) -> str:
-        said = [guessed(m["content"] or "", self.parser) or "" for m in messages if m["role"] == "assistant"]
+        said = [
+            guessed(m["content"] or "", self.parser) or ""
+            for m in messages
+            if m["role"] == "assistant"
+        ]
         seen = [(word, marks(word, example.answer)) for word in said]
-        fits = [word for word in self.words if all(marks(one, word) == marked for one, marked in seen)]
-        thinks = rng.random() < {"consistent": 1.0, "random": 0.0, "mixed": 0.5}[self.demonstrations]
+        fits = [
+            word for word in self.words if all(marks(one, word) == marked for one, marked in seen)
+        ]
+        thinks = (
+            rng.random() < {"consistent": 1.0, "random": 0.0, "mixed": 0.5}[self.demonstrations]
+        )
         choice = rng.choice(fits if thinks else self.words)
         return f"<guess>[{choice}]</guess>"
 
@@ -117,7 +145,11 @@ def marks(guess: str, secret: str) -> str:
 
 def guessed(text: str, parser: vf.Parser) -> str | None:
     written = parser.parse_answer([{"role": "assistant", "content": text}])
-    return None if written is None else written.strip().removeprefix("[").removesuffix("]").strip().lower()
+    return (
+        None
+        if written is None
+        else written.strip().removeprefix("[").removesuffix("]").strip().lower()
+    )
 
 
 def correct_answer(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
@@ -141,13 +173,19 @@ def partial_answer(parser: vf.Parser, completion: vf.Messages, answer: str) -> f
 
 def length_bonus(parser: vf.Parser, completion: vf.Messages, answer: str) -> float:
     """1 / guesses for a word that was found."""
-    return correct_answer(parser, completion, answer) / max(1, len(parser.get_assistant_messages(completion)))
+    return correct_answer(parser, completion, answer) / max(
+        1, len(parser.get_assistant_messages(completion))
+    )
 
 
 def consistent_guesses(state: vf.State) -> float:
     """Share of the guesses after the first that all earlier feedback allows."""
     seen = state["guesses"]
-    fits = [all(marks(one, word) == marked for one, marked in seen[:i]) for i, (word, _) in enumerate(seen) if i]
+    fits = [
+        all(marks(one, word) == marked for one, marked in seen[:i])
+        for i, (word, _) in enumerate(seen)
+        if i
+    ]
     return sum(fits) / len(fits) if fits else 1.0
 
 

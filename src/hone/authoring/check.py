@@ -92,7 +92,9 @@ async def _try_answers(environment: Environment, args: argparse.Namespace, repor
         await environment.close()
 
 
-async def own_answers(environment: Environment, chosen: list[Example], seed: int, report: Report) -> list[Rollout]:
+async def own_answers(
+    environment: Environment, chosen: list[Example], seed: int, report: Report
+) -> list[Rollout]:
     found: list[Rollout] = []
     start = time.perf_counter()
     for example in chosen:
@@ -103,12 +105,16 @@ async def own_answers(environment: Environment, chosen: list[Example], seed: int
             report.print_warning(f"its rewards were not tried on right answers: {error}")
             return []
         except Exception as error:  # the environment is the user's code
-            report.print_bad(f"its own answer to example {example.id} fails: {type(error).__name__}: {error}")
+            report.print_bad(
+                f"its own answer to example {example.id} fails: {type(error).__name__}: {error}"
+            )
             return found
     rewards = [rollout.reward for rollout in found]
     mean = statistics.fmean(rewards)
     text = f"its own answers have reward {mean:.3f} ({min(rewards):.3f} to {max(rewards):.3f})"
-    report.print_good(text) if min(rewards) > 0 else report.print_bad(text + ": what it demonstrates is worth nothing")
+    report.print_good(text) if min(rewards) > 0 else report.print_bad(
+        text + ": what it demonstrates is worth nothing"
+    )
     scoring = max(rollout.timings.get("scoring", 0.0) for rollout in found)
     each = (time.perf_counter() - start) / len(found)
     text = f"a rollout takes {1000 * each:.1f} ms beside the model, scoring at most {1000 * scoring:.1f} ms"
@@ -119,7 +125,9 @@ async def own_answers(environment: Environment, chosen: list[Example], seed: int
     else:
         report.print_good(text)
     if max(map(abs, rewards)) > 10:
-        report.print_warning(f"rewards up to {max(map(abs, rewards)):g}: advantages, and so steps, grow with them")
+        report.print_warning(
+            f"rewards up to {max(map(abs, rewards)):g}: advantages, and so steps, grow with them"
+        )
     return found
 
 
@@ -128,28 +136,43 @@ async def check_other_answers(
 ) -> None:
     """What is said instead: nothing, and the answer to another example."""
     texts = {"an empty answer": ""}
-    said = [m for m in own[-1].messages if m["role"] == "assistant" and m.get("content")] if own else []
+    said = (
+        [m for m in own[-1].messages if m["role"] == "assistant" and m.get("content")]
+        if own
+        else []
+    )
     if said and len(chosen) > 1:
         texts["the answer to another example"] = said[-1]["content"]
     best = statistics.fmean(rollout.reward for rollout in own) if own else math.inf
     for name, text in texts.items():
-        tried = [await attempt(environment, Says(text), example, Sampling()) for example in chosen[:-1] or chosen]
+        tried = [
+            await attempt(environment, Says(text), example, Sampling())
+            for example in chosen[:-1] or chosen
+        ]
         failed = next((rollout.error for rollout in tried if rollout.error), None)
         if failed:
             report.print_bad(f"{name} fails: {failed}")
             continue
         mean = statistics.fmean(rollout.reward for rollout in tried)
         line = f"{name} has reward {mean:.3f}"
-        report.print_good(line) if mean < best else report.print_bad(f"{line}, no less than its own answers")
+        report.print_good(line) if mean < best else report.print_bad(
+            f"{line}, no less than its own answers"
+        )
 
 
 async def check_repeated_rewards(
     environment: Environment, chosen: list[Example], seed: int, own: list[Rollout], report: Report
 ) -> None:
-    again = [(await demonstrate_rollout(environment, example, seed))[0] for example in chosen] if own else []
+    again = (
+        [(await demonstrate_rollout(environment, example, seed))[0] for example in chosen]
+        if own
+        else []
+    )
     differ = sum(one.reward != other.reward for one, other in zip(own, again, strict=False))
     if differ:
-        report.print_warning(f"{differ} of {len(own)} rewards differ the second time: runs will not repeat")
+        report.print_warning(
+            f"{differ} of {len(own)} rewards differ the second time: runs will not repeat"
+        )
     elif own:
         report.print_good("the same answers have the same rewards the second time")
 
@@ -172,20 +195,31 @@ async def check_signal(
     mean = statistics.fmean(rewards) if rewards else float("nan")
     line = f"{args.model}: reward {mean:.3f}, rewards differ in {spread} of {len(groups)} groups of {n}"
     if spread < len(groups) / 4:
-        way = "make the task harder" if mean > KNOWN else "warm up by SFT, make the task easier, or reward parts of it"
+        way = (
+            "make the task harder"
+            if mean > KNOWN
+            else "warm up by SFT, make the task easier, or reward parts of it"
+        )
         report.print_warning(f"{line}: the others teach nothing; {way}")
     else:
         report.print_good(line)
     if cut > len(rollouts) / 10:
-        report.print_warning(f"{cut} of {len(rollouts)} completions were cut at {args.max_tokens} tokens (-t)")
+        report.print_warning(
+            f"{cut} of {len(rollouts)} completions were cut at {args.max_tokens} tokens (-t)"
+        )
     if failed:
-        report.print_bad(f"{len(failed)} of {len(rollouts)} rollouts failed; the first said: {failed[0]}")
+        report.print_bad(
+            f"{len(failed)} of {len(rollouts)} rollouts failed; the first said: {failed[0]}"
+        )
 
 
 def check_lengths(environment: Environment, args: argparse.Namespace, report: Report) -> None:
     tokenizer = Tokenizer(args.tokenizer)
     examples = environment.get_dataset()
-    counts = [len(tokenizer.prompt_ids(Prompt(one.prompt, environment.first_tools(one)))) for one in examples]
+    counts = [
+        len(tokenizer.prompt_ids(Prompt(one.prompt, environment.first_tools(one))))
+        for one in examples
+    ]
     line = f"prompts have {min(counts)} to {max(counts)} tokens, half of them at most {int(statistics.median(counts))}"
     over = sum(count >= args.seq_len for count in counts) if args.seq_len else 0
     if over:

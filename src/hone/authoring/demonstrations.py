@@ -22,10 +22,16 @@ class Demonstrator:
     """A model that says what the environment would have it say."""
 
     def __init__(self, environment: Environment, example: Example, seed: int) -> None:
-        self.environment, self.example, self.rng = environment, example, random.Random(f"{seed} {example.id}")
+        self.environment, self.example, self.rng = (
+            environment,
+            example,
+            random.Random(f"{seed} {example.id}"),
+        )
         self.tools: list[Tool] | None = None
 
-    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+    async def chat(
+        self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
+    ) -> Turn:
         self.tools = tools
         said = self.environment.demonstrate(messages, self.example, self.rng)
         if said is None:
@@ -48,12 +54,18 @@ async def demonstrate_rollout(
     return await environment.rollout(model, example, Sampling()), model.tools
 
 
-async def demonstrated_rows(environment: Environment, count: int, seed: int) -> Iterator[dict[str, Any]]:
+async def demonstrated_rows(
+    environment: Environment, count: int, seed: int
+) -> Iterator[dict[str, Any]]:
     """Rows of SFT data, of the examples to train on in turn."""
     examples, found = environment.get_dataset(), []
     for i in range(count):
-        rollout, tools = await demonstrate_rollout(environment, examples[i % len(examples)], seed + i // len(examples))
-        last = max((n for n, m in enumerate(rollout.messages) if m["role"] == "assistant"), default=-1)
+        rollout, tools = await demonstrate_rollout(
+            environment, examples[i % len(examples)], seed + i // len(examples)
+        )
+        last = max(
+            (n for n, m in enumerate(rollout.messages) if m["role"] == "assistant"), default=-1
+        )
         messages = [*rollout.example.prompt, *rollout.messages[: last + 1]]
         found.append({"messages": messages, **({"tools": json.dumps(tools)} if tools else {})})
     return iter(found)

@@ -18,10 +18,14 @@ def main(argv: list[str]) -> int:
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="hone env", description="Make, install, list and check environments.")
+    parser = argparse.ArgumentParser(
+        prog="hone env", description="Make, install, list and check environments."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add_command(name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = "") -> Any:
+    def add_command(
+        name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = ""
+    ) -> Any:
         one = commands.add_parser(name, help=words, description=words)
         one.set_defaults(work=work)
         if takes:
@@ -31,38 +35,105 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     loaded = "environment id, as in reverse-text"
 
     def add_loading(more: Any) -> None:
-        more("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
-        more("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
+        more(
+            "-a",
+            "--env-args",
+            type=json_object,
+            default={},
+            help="arguments of load_environment as JSON",
+        )
+        more(
+            "-p",
+            "--env-dir-path",
+            default="environments",
+            help="folder with environments that are not installed",
+        )
         more("--seed", type=int, default=0, help="of the draws (default 0)")
 
     more = add_command(
-        "init", _run_init, "Make a new environment: a package with a task that works, a test, a README.", "its name"
+        "init",
+        _run_init,
+        "Make a new environment: a package with a task that works, a test, a README.",
+        "its name",
     )
-    more("-p", "--env-dir-path", default="environments", help="folder to make it in (default environments)")
+    more(
+        "-p",
+        "--env-dir-path",
+        default="environments",
+        help="folder to make it in (default environments)",
+    )
     more = add_command(
-        "install", _run_install, "Install an environment, from a folder or the package index.", "folder or id"
+        "install",
+        _run_install,
+        "Install an environment, from a folder or the package index.",
+        "folder or id",
     )
     more("-p", "--env-dir-path", default="environments", help="folder to look for it first")
-    more("--isolated", action="store_true", help="in a virtual environment of its own, for packages of verifiers")
-    more("--with", dest="extra", action="append", default=[], help="a further requirement, as in verifiers==0.1.14")
+    more(
+        "--isolated",
+        action="store_true",
+        help="in a virtual environment of its own, for packages of verifiers",
+    )
+    more(
+        "--with",
+        dest="extra",
+        action="append",
+        default=[],
+        help="a further requirement, as in verifiers==0.1.14",
+    )
     add_command("list", _run_list, "List the environments that are installed here.")
     more = add_command(
-        "check", _run_check, "Try an environment's rewards and say what would go wrong in training.", loaded
+        "check",
+        _run_check,
+        "Try an environment's rewards and say what would go wrong in training.",
+        loaded,
     )
     add_loading(more)
-    more("-n", "--num-examples", type=parse_positive, default=16, help="examples to try (default 16)")
-    more("-r", "--rollouts-per-example", type=parse_positive, default=8, help="rollouts of each with -m (default 8)")
+    more(
+        "-n", "--num-examples", type=parse_positive, default=16, help="examples to try (default 16)"
+    )
+    more(
+        "-r",
+        "--rollouts-per-example",
+        type=parse_positive,
+        default=8,
+        help="rollouts of each with -m (default 8)",
+    )
     more("-m", "--model", help="a served model, to see in how many groups rewards differ")
     more("-b", "--api-base-url", help="its server, as in http://localhost:8000/v1")
-    more("-t", "--max-tokens", type=parse_positive, default=128, help="longest completion (default 128)")
-    more("--tokenizer", type=Path, help="model directory whose tokenizer counts the tokens of prompts")
+    more(
+        "-t",
+        "--max-tokens",
+        type=parse_positive,
+        default=128,
+        help="longest completion (default 128)",
+    )
+    more(
+        "--tokenizer",
+        type=Path,
+        help="model directory whose tokenizer counts the tokens of prompts",
+    )
     more("--seq-len", type=parse_positive, help="most tokens that a prompt may have")
-    more = add_command("data", _run_data, "Write conversations for SFT from what the environment demonstrates.", loaded)
+    more = add_command(
+        "data",
+        _run_data,
+        "Write conversations for SFT from what the environment demonstrates.",
+        loaded,
+    )
     add_loading(more)
     more("-o", "--out", type=Path, required=True, help="JSONL file with a `messages` column")
-    more("-n", "--num-examples", type=parse_positive, default=1000, help="conversations (default 1000)")
+    more(
+        "-n",
+        "--num-examples",
+        type=parse_positive,
+        default=1000,
+        help="conversations (default 1000)",
+    )
     more = add_command(
-        "model", _run_model, "Write a tiny model without weights to try the environment with on a CPU.", loaded
+        "model",
+        _run_model,
+        "Write a tiny model without weights to try the environment with on a CPU.",
+        loaded,
     )
     add_loading(more)
     more("-o", "--out", type=Path, required=True, help="its directory")
@@ -85,7 +156,9 @@ def _run_init(args: argparse.Namespace) -> int:
     folder = write_environment(args.env, Path(args.env_dir_path))
     name = folder.name.replace("_", "-")
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    print(f"next: hone env install {folder}, then hone env check {name}; {folder}/README.md has the rest")
+    print(
+        f"next: hone env install {folder}, then hone env check {name}; {folder}/README.md has the rest"
+    )
     return 0
 
 
@@ -133,8 +206,12 @@ def _run_model(args: argparse.Namespace) -> int:
     rows = list(asyncio.run(demonstrated_rows(load_named(args), 200, args.seed)))
     texts = [[spoken_text(message) for message in row["messages"]] for row in rows]
     count = write_model(args.out, texts, "tools" in rows[0], args.hidden, args.layers)
-    print(f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token")
-    print(f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout)
+    print(
+        f"{args.out}: {args.layers} layers of width {args.hidden}, a token a byte, and {count} phrases of one token"
+    )
+    print(
+        f"it has no weights yet: sft --model.name {args.out} --model.random-init …", file=sys.stdout
+    )
     return 0
 
 

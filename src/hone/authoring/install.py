@@ -14,25 +14,39 @@ def install_environment(env: str, place: Path, isolated: bool, extra: list[str])
     """Returns the installer's exit code. Raises ValueError where there is no such folder and the name is none."""
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")
-    folder = next((path for path in (Path(env), place / module) if (path / "pyproject.toml").is_file()), None)
+    folder = next(
+        (path for path in (Path(env), place / module) if (path / "pyproject.toml").is_file()), None
+    )
     parent = Path(env).parent
-    is_path = env.startswith((os.sep, ".", "~")) or Path(env).exists() or (parent != Path(".") and parent.is_dir())
+    is_path = (
+        env.startswith((os.sep, ".", "~"))
+        or Path(env).exists()
+        or (parent != Path(".") and parent.is_dir())
+    )
     if folder is None and (is_path or not module.isidentifier()):
-        raise ValueError(f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package")
+        raise ValueError(
+            f"hone env install: {env} is no folder with a pyproject.toml, and no name of a package"
+        )
     what = ["-e", str(folder)] if folder is not None else [name]
     if not isolated:
-        return subprocess.run([*_installer_words(sys.executable), *what, *extra], check=False).returncode
+        return subprocess.run(
+            [*_installer_words(sys.executable), *what, *extra], check=False
+        ).returncode
     home = isolated_place(name)
     python = home / "bin" / "python"
     if not python.exists():
         uv = find_uv()
-        words = [uv, "venv", "--quiet", "--python", sys.executable, str(home)] if uv else [
-            sys.executable, "-m", "venv", str(home)
-        ]  # fmt: skip
+        words = (
+            [uv, "venv", "--quiet", "--python", sys.executable, str(home)]
+            if uv
+            else [sys.executable, "-m", "venv", str(home)]
+        )
         if subprocess.run(words, check=False).returncode:
             return 1
     bounded = [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{RANGE}"]
-    code = subprocess.run([*_installer_words(str(python)), *what, *bounded, *extra], check=False).returncode
+    code = subprocess.run(
+        [*_installer_words(str(python)), *what, *bounded, *extra], check=False
+    ).returncode
     if code == 0:
         print(f"{name} has a virtual environment of its own: {home}")
     return code

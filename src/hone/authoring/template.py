@@ -136,17 +136,26 @@ def write_environment(name: str, place: Path) -> Path:
     name = name.rpartition("/")[2]
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or keyword.iskeyword(module):
-        raise ValueError(f"hone env init: {name!r} is no name of a package: letters, digits and dashes, as in my-env")
+        raise ValueError(
+            f"hone env init: {name!r} is no name of a package: letters, digits and dashes, as in my-env"
+        )
     folder = place / module
     if folder.exists():
-        raise ValueError(f"hone env init: {folder} is there already; choose another name, or remove it")
+        raise ValueError(
+            f"hone env init: {folder} is there already; choose another name, or remove it"
+        )
     words = {
-        "name": module.replace("_", "-"), "module": module, "folder": folder,
+        "name": module.replace("_", "-"),
+        "module": module,
+        "folder": folder,
         "title": module.replace("_", " ").capitalize(),
-    }  # fmt: skip
+    }
     folder.mkdir(parents=True)
     for file, text in (
-        (f"{module}.py", SOURCE), (f"test_{module}.py", TEST), ("pyproject.toml", PROJECT), ("README.md", README)
-    ):  # fmt: skip
+        (f"{module}.py", SOURCE),
+        (f"test_{module}.py", TEST),
+        ("pyproject.toml", PROJECT),
+        ("README.md", README),
+    ):
         (folder / file).write_text(text.format(**words))
     return folder

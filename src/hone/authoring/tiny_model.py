@@ -36,7 +36,9 @@ PAIRS = 60  # of conversations that are compared
 def spoken_text(message: Message) -> str:
     """A message's text, with its calls as the template writes them, less their tags."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
-    written = [json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls]
+    written = [
+        json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls
+    ]
     return (message.get("content") or "") + "".join(written)
 
 
@@ -45,10 +47,18 @@ def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
     often: set[str] = set()
     for place in range(max(map(len, conversations))):
         found: Counter[str] = Counter()
-        pairs = list(pairwise(texts[place] for texts in conversations if len(texts) > place))[:PAIRS]
+        pairs = list(pairwise(texts[place] for texts in conversations if len(texts) > place))[
+            :PAIRS
+        ]
         for one, other in pairs:
             blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
-            found.update({part for block in blocks for part in _clean_part(one, block.a, block.a + block.size)})
+            found.update(
+                {
+                    part
+                    for block in blocks
+                    for part in _clean_part(one, block.a, block.a + block.size)
+                }
+            )
         often |= {text for text, count in found.items() if count >= max(2, len(pairs) // 6)}
     return sorted(often, key=lambda text: (-len(text), text))[:64]
 
@@ -69,38 +79,60 @@ def _clean_part(text: str, start: int, end: int) -> set[str]:
 
 
 def write_model(
-    directory: Path, conversations: Sequence[Sequence[str]], has_tools: bool = False, hidden: int = 128, layers: int = 3
+    directory: Path,
+    conversations: Sequence[Sequence[str]],
+    has_tools: bool = False,
+    hidden: int = 128,
+    layers: int = 3,
 ) -> int:
     """Writes the directory; `conversations` of the environment: the texts of their messages. Returns how many phrases
     became tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
     known = common_phrases(conversations)
     calls = ["<tool_call>", "</tool_call>"] if has_tools else []
-    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in dict.fromkeys([*calls, *known])])
+    tokenizer.add_tokens(
+        [AddedToken(word, normalized=False) for word in dict.fromkeys([*calls, *known])]
+    )
     end = tokenizer.token_to_id("<|end|>")
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     described: dict[str, dict[str, Any]] = {
         "tokenizer_config.json": {
-            "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "pad_token": "<|end|>",
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": "<|end|>",
+            "pad_token": "<|end|>",
             "model_max_length": 2048,
         },
         "generation_config.json": {"eos_token_id": [end], "pad_token_id": end},
         "config.json": {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
-            "vocab_size": -(-tokenizer.get_vocab_size() // 8) * 8, "hidden_size": hidden,
-            "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "num_attention_heads": hidden // 32,
-            "num_key_value_heads": hidden // 32, "head_dim": 32, "hidden_act": "silu", "max_position_embeddings": 2048,
-            "initializer_range": 0.06, "rms_norm_eps": 1e-06,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}, "attention_bias": False,
-            "tie_word_embeddings": True, "eos_token_id": end, "pad_token_id": end, "dtype": "float32",
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "vocab_size": -(-tokenizer.get_vocab_size() // 8) * 8,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": hidden // 32,
+            "num_key_value_heads": hidden // 32,
+            "head_dim": 32,
+            "hidden_act": "silu",
+            "max_position_embeddings": 2048,
+            "initializer_range": 0.06,
+            "rms_norm_eps": 1e-06,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "eos_token_id": end,
+            "pad_token_id": end,
+            "dtype": "float32",
         },
-    }  # fmt: skip
+    }
     for name, content in described.items():
         (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
     return len(known)

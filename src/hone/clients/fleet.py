@@ -45,9 +45,13 @@ class _Run:
     sampling: Sampling = field(compare=False)  # of the first
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
     name: str = field(compare=False, default="")  # of the request that is under way
-    version: int = field(compare=False, default=-1)  # weights version of the server when the request was sent
+    version: int = field(
+        compare=False, default=-1
+    )  # weights version of the server when the request was sent
     so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
-    begun: list[int] = field(compare=False, default_factory=list)  # how many tokens of each were sent with the request
+    begun: list[int] = field(
+        compare=False, default_factory=list
+    )  # how many tokens of each were sent with the request
 
     @property
     def is_over(self) -> bool:
@@ -96,7 +100,10 @@ class Server:
         for name, new in state["partials"].items():
             run, _, i = name.partition("/")
             # A server that was restarted unnoticed serves older weights: its tokens are ignored.
-            if run in self.runs and min(new["versions"], default=self.version) >= self.runs[run].version:
+            if (
+                run in self.runs
+                and min(new["versions"], default=self.version) >= self.runs[run].version
+            ):
                 known = self.runs[run].so_far[int(i)]
                 known.ids += new["ids"]
                 known.logprobs += new["logprobs"]
@@ -124,7 +131,9 @@ class Fleet:
         self._queue: list[_Run] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # raises when no server is left
+        self.ended: asyncio.Future[None] = (
+            asyncio.get_running_loop().create_future()
+        )  # raises when no server is left
 
     @property
     def live_servers(self) -> list[Server]:
@@ -144,14 +153,18 @@ class Fleet:
         if server.is_up:
             server.mark_lost(why)
             self.log.warning(
-                "Lost the server at %s (%s); what was asked of it is asked again", server.client.base_url, why
+                "Lost the server at %s (%s); what was asked of it is asked again",
+                server.client.base_url,
+                why,
             )
             self._start_task(self._revive_server(server, why))
 
     async def watch_servers(self) -> None:
         """Loses servers that do not answer any more: a process that was stopped, a machine that went away. Hears how
         busy the others are."""
-        await asyncio.gather(self._for_each_server(self._is_there), self._for_each_server(self._poll_progress))
+        await asyncio.gather(
+            self._for_each_server(self._is_there), self._for_each_server(self._poll_progress)
+        )
 
     async def close(self) -> None:
         tasks = list(self._tasks)
@@ -204,7 +217,9 @@ class Fleet:
         run.begun = [len(one.ids) for one in run.so_far] or [0] * count
         asking = asyncio.ensure_future(
             server.unless_lost(
-                server.client.chat_group(run.prompt, run.sampling, count, run.name if self.goes_on else "", run.so_far)
+                server.client.chat_group(
+                    run.prompt, run.sampling, count, run.name if self.goes_on else "", run.so_far
+                )
             )
         )
         run.so_far = run.so_far or [Completion([], [], [], "") for _ in range(count)]
@@ -218,7 +233,11 @@ class Fleet:
         is_wrong = False
         try:
             turns = await asking
-            new = [v for turn, n in zip(turns, run.begun, strict=True) for v in turn.completion.versions[n:]]
+            new = [
+                v
+                for turn, n in zip(turns, run.begun, strict=True)
+                for v in turn.completion.versions[n:]
+            ]
             is_wrong = min(new, default=run.version) < run.version
             if is_wrong:  # restarted between two requests, without its weights
                 raise ServerLost(f"it serves version {min(new)}, it had taken {run.version}")
@@ -261,7 +280,9 @@ class Fleet:
             for i, (one, begun) in enumerate(zip(run.so_far, run.begun, strict=True))
         }
         try:
-            server.update_progress(await server.unless_lost(server.client.call_control("progress", {"known": known})))
+            server.update_progress(
+                await server.unless_lost(server.client.call_control("progress", {"known": known}))
+            )
         except ServerLost as error:
             self.report_lost(server, str(error))
         except RuntimeError:  # another kind of server, which has no such route
@@ -288,7 +309,9 @@ class Fleet:
                 self._dispatch_runs()  # who waits for an answer learns of it
             return
         server.is_up, server.limit = True, math.inf
-        self.log.info("The server at %s is back, with version %d", server.client.base_url, server.version)
+        self.log.info(
+            "The server at %s is back, with version %d", server.client.base_url, server.version
+        )
         self._dispatch_runs()
 
 

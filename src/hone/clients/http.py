@@ -18,11 +18,18 @@ from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 from hone.server_starts import is_starting
 
-NO_SIGN_SECONDS = 60.0  # a server on this machine that neither listens nor starts for this long is not there
+NO_SIGN_SECONDS = (
+    60.0  # a server on this machine that neither listens nor starts for this long is not there
+)
 ANSWER_SECONDS = 10.0  # a server that listens is given this long to answer one look
-NOTICE_SECONDS, RETRY_SECONDS = 3.0, 0.2  # a wait is announced after the first; pause between two looks
+NOTICE_SECONDS, RETRY_SECONDS = (
+    3.0,
+    0.2,
+)  # a wait is announced after the first; pause between two looks
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
-FULL_IN_WORDS = "maximum context length"  # what servers say that give no such code, vLLM's among them
+FULL_IN_WORDS = (
+    "maximum context length"  # what servers say that give no such code, vLLM's among them
+)
 
 
 class ServerLost(ConnectionError):
@@ -50,9 +57,12 @@ class HttpClient:
         self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
         self.prompt_tokens = self.completion_tokens = 0  # of all answers
         self.http = httpx.AsyncClient(
-            headers=headers, timeout=timeout, transport=_choose_transport(self.base_url),
-            limits=httpx.Limits(max_connections=None), trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
-        )  # fmt: skip
+            headers=headers,
+            timeout=timeout,
+            transport=_choose_transport(self.base_url),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=httpx.URL(self.base_url).host not in LOOPBACK,
+        )
 
     async def __aenter__(self) -> "HttpClient":
         return self
@@ -111,7 +121,10 @@ class HttpClient:
             if not is_announced and now - start >= NOTICE_SECONDS:
                 is_announced = True
                 limit = f"{no_sign_seconds:.0f} s"
-                print(f"waiting for a server at {self.base_url}, up to {limit} without a sign of it", file=sys.stderr)
+                print(
+                    f"waiting for a server at {self.base_url}, up to {limit} without a sign of it",
+                    file=sys.stderr,
+                )
             await asyncio.sleep(RETRY_SECONDS)
 
     def _describe_absence(self, error: httpx.HTTPError) -> str:
@@ -140,7 +153,11 @@ class HttpClient:
             "model": self.model,
             "messages": prompt.messages,
             **({"tools": prompt.tools} if prompt.tools else {}),
-            **({"chat_template_kwargs": prompt.template_arguments} if prompt.template_arguments else {}),
+            **(
+                {"chat_template_kwargs": prompt.template_arguments}
+                if prompt.template_arguments
+                else {}
+            ),
             **_encode_sampling(sampling),
             **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
@@ -150,7 +167,9 @@ class HttpClient:
             **({"so_far": [_encode_partial(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
-        answer = await self._post_json(f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries)
+        answer = await self._post_json(
+            f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries
+        )
         usage = answer.get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens") or 0
         self.completion_tokens += usage.get("completion_tokens") or 0
@@ -179,7 +198,9 @@ class HttpClient:
     async def why_down(self, timeout: float) -> str:
         """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
         try:
-            answer = await self.http.get(f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout)
+            answer = await self.http.get(
+                f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout
+            )
         except httpx.ConnectError:
             return "it is gone: nothing listens there"
         except httpx.TimeoutException:
@@ -204,7 +225,11 @@ class HttpClient:
                 if answer.status_code == 200:
                     return _json_of(answer)
                 refusal = _refusal_error(url, answer)
-                if not isinstance(refusal, RuntimeError) or isinstance(refusal, Refused) or attempt == retries:
+                if (
+                    not isinstance(refusal, RuntimeError)
+                    or isinstance(refusal, Refused)
+                    or attempt == retries
+                ):
                     raise refusal
             await asyncio.sleep(0.5 * 2**attempt)
         raise AssertionError("unreachable")
@@ -213,7 +238,9 @@ class HttpClient:
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
     result: dict[str, Any]
     try:
-        result = from_json(answer.content)  # in a fifth of the time of Python's own, which reads more
+        result = from_json(
+            answer.content
+        )  # in a fifth of the time of Python's own, which reads more
     except ValueError:
         result = answer.json()
     return result
@@ -225,7 +252,9 @@ def _refusal_error(url: str, answer: httpx.Response) -> Exception:
     if status == 400 and (_error_code(answer) == FULL or FULL_IN_WORDS in said):
         return ContextFull(said)
     message = f"{url} answered {status}: {said}"
-    return Refused(message, status) if 400 <= status < 500 and status != 429 else RuntimeError(message)
+    return (
+        Refused(message, status) if 400 <= status < 500 and status != 429 else RuntimeError(message)
+    )
 
 
 def _error_code(answer: httpx.Response) -> Any:
@@ -275,8 +304,13 @@ def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[Ht
     if config.api_key_var:
         key = os.environ.get(config.api_key_var, "").strip()
         if not key:
-            raise ValueError(f"client.api-key-var: the environment variable {config.api_key_var} is not set")
-    urls = [url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1" for url in config.base_url]
+            raise ValueError(
+                f"client.api-key-var: the environment variable {config.api_key_var} is not set"
+            )
+    urls = [
+        url if url.rstrip("/").endswith("/v1") else f"{url.rstrip('/')}/v1"
+        for url in config.base_url
+    ]
     return [HttpClient(url, model, key or own_key(url), is_hone=True, **options) for url in urls]
 
 
@@ -299,10 +333,14 @@ def _parse_turn(prompt_ids: list[int], choice: dict[str, Any]) -> Turn:
     ids = choice.get("token_ids") or []
     logprobs = choice.get("token_logprobs")
     if logprobs is None:
-        logprobs = [entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []]
+        logprobs = [
+            entry["logprob"] for entry in (choice.get("logprobs") or {}).get("content") or []
+        ]
     versions = choice.get("policy_versions") or [0] * len(ids)
     reason = choice.get("finish_reason") or "stop"
     reason = "stop" if reason == "tool_calls" else reason
     completion = Completion(ids, logprobs, versions, reason, routing=choice.get("routing") or "")
     message = choice["message"]
-    return Turn(prompt_ids, completion, message.get("content") or "", message.get("tool_calls") or [])
+    return Turn(
+        prompt_ids, completion, message.get("content") or "", message.get("tool_calls") or []
+    )

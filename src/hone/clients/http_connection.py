@@ -20,7 +20,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from hone.config.sections import LOOPBACK
 
-NEXT_ADDRESS = 0.25  # seconds until another address of a host is tried beside one that does not answer
+NEXT_ADDRESS = (
+    0.25  # seconds until another address of a host is tried beside one that does not answer
+)
 IDLE = 5.0  # seconds that a connection is kept without a request, as in httpx: servers close theirs at some time
 Place = tuple[str, str, int]  # scheme, host, port
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
@@ -48,8 +50,13 @@ class Wire(httpx.AsyncBaseTransport):
         if request.method == "HEAD":
             raise httpx.UnsupportedProtocol("HEAD requests are not made over these connections")
         place = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
-        data, timeout = _encode_request(request, await request.aread()), request.extensions["timeout"]
-        connection = self._take_connection(place) or await self._open_connection(place, timeout["connect"])
+        data, timeout = (
+            _encode_request(request, await request.aread()),
+            request.extensions["timeout"],
+        )
+        connection = self._take_connection(place) or await self._open_connection(
+            place, timeout["connect"]
+        )
         try:
             async with asyncio.timeout(timeout["read"]):
                 status, headers, body = await connection.ask(data)
@@ -84,7 +91,9 @@ class Wire(httpx.AsyncBaseTransport):
     async def _open_connection(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
         loop, options = asyncio.get_running_loop(), dict[str, Any]()
-        if isinstance(loop, asyncio.BaseEventLoop):  # uvloop's is none, and tries one address after the other
+        if isinstance(
+            loop, asyncio.BaseEventLoop
+        ):  # uvloop's is none, and tries one address after the other
             options["happy_eyeballs_delay"] = NEXT_ADDRESS
         if scheme == "https":
             options["ssl"] = self._ssl_context
@@ -106,7 +115,9 @@ def _encode_request(request: httpx.Request, body: bytes) -> bytes:
     lines = [f"{request.method} ".encode() + request.url.raw_path + b" HTTP/1.1"]
     for name, value in request.headers.raw:
         if b"\r" in value or b"\n" in value:
-            raise httpx.LocalProtocolError(f"the value of header {name.decode()} has more than one line")
+            raise httpx.LocalProtocolError(
+                f"the value of header {name.decode()} has more than one line"
+            )
         lines.append(name + b": " + value)
     return b"\r\n".join([*lines, b"", body])
 
@@ -123,7 +134,11 @@ class _Connection(asyncio.Protocol):
     def ask(self, data: bytes) -> asyncio.Future[Answer]:
         self._parser = HttpResponseParser(self)
         self._headers, self._body = list[tuple[bytes, bytes]](), list[bytes]()
-        self._answer, self.is_open, self._has_head = asyncio.get_running_loop().create_future(), False, False
+        self._answer, self.is_open, self._has_head = (
+            asyncio.get_running_loop().create_future(),
+            False,
+            False,
+        )
         self._transport.write(data)
         return self._answer
 
@@ -160,7 +175,11 @@ class _Connection(asyncio.Protocol):
         if self._pending_answer is None:
             return
         named = {name.lower() for name, _ in self._headers}
-        if self._has_head and error is None and not named & {b"content-length", b"transfer-encoding"}:
+        if (
+            self._has_head
+            and error is None
+            and not named & {b"content-length", b"transfer-encoding"}
+        ):
             self.on_message_complete()  # its end is that of the connection
         else:
             self._fail_pending("the server closed the connection before its answer was whole")
@@ -182,7 +201,9 @@ class _Connection(asyncio.Protocol):
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._has_head = self._parser.get_status_code() >= 200  # else the answer comes after this one
+        self._has_head = (
+            self._parser.get_status_code() >= 200
+        )  # else the answer comes after this one
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)
@@ -191,5 +212,7 @@ class _Connection(asyncio.Protocol):
         if not self._has_head or self._pending_answer is None:
             return
         self.is_open = self._parser.should_keep_alive() and not self._transport.is_closing()
-        self._pending_answer.set_result((self._parser.get_status_code(), self._headers, b"".join(self._body)))
+        self._pending_answer.set_result(
+            (self._parser.get_status_code(), self._headers, b"".join(self._body))
+        )
         self._answer, self._headers, self._body = None, [], []

@@ -24,7 +24,11 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "orchestrator": {"advantage": "std"},
         "trainer": {
             "loss": {
-                "type": "ppo", "ratio_type": "sequence", "clip_low": 3e-4, "clip_high": 4e-4, "normalize": "sequences",
+                "type": "ppo",
+                "ratio_type": "sequence",
+                "clip_low": 3e-4,
+                "clip_high": 4e-4,
+                "normalize": "sequences",
             }
         },
     },
@@ -48,7 +52,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
         "orchestrator": {"drop_zero_signal": False, "sampler": "teacher"},
         "trainer": {"loss": {"type": "sft"}},
     },
-}  # fmt: skip
+}
 
 
 def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:

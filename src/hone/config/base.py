@@ -40,7 +40,9 @@ def expand_home(value: Any) -> Any:
     if isinstance(value, list):
         return [expand_home(one) for one in value]
     is_text = isinstance(value, str) and (value == "~" or value.startswith("~/"))
-    if not is_text and not (isinstance(value, Path) and value.parts[:1] and value.parts[0].startswith("~")):
+    if not is_text and not (
+        isinstance(value, Path) and value.parts[:1] and value.parts[0].startswith("~")
+    ):
         return value
     try:
         expanded = Path(value).expanduser()
@@ -75,12 +77,16 @@ class Config(BaseModel):
         return self
 
     @classmethod
-    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(
+        cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
+    ) -> dict[str, Any]:
         """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
         return values
 
 
-def find_differences(before: dict[str, Any], now: Config, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def find_differences(
+    before: dict[str, Any], now: Config, prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
     """Keys, with dots, that are not free to change and differ: their value in a configuration written down, and now.
 
     A key that one of them does not know, being of another version of Hone, is passed over.
@@ -88,10 +94,14 @@ def find_differences(before: dict[str, Any], now: Config, prefix: str = "") -> I
     public = now.to_public_dict()
     for key, field in type(now).model_fields.items():
         if key in before and key in public and FREE not in field.metadata:
-            yield from _find_differences(f"{prefix}{key}", before[key], getattr(now, key), public[key])
+            yield from _find_differences(
+                f"{prefix}{key}", before[key], getattr(now, key), public[key]
+            )
 
 
-def _find_differences(key: str, before: Any, now: Any, public: Any) -> Iterator[tuple[str, Any, Any]]:
+def _find_differences(
+    key: str, before: Any, now: Any, public: Any
+) -> Iterator[tuple[str, Any, Any]]:
     pairs: list[tuple[Any, Any, Any, Any]] = []
     if isinstance(now, Config) and isinstance(before, dict):
         yield from find_differences(before, now, f"{key}.")
@@ -109,11 +119,17 @@ def load_config(cls: type[C], argv: list[str]) -> C:
     """The configuration of a command from its arguments. Raises ConfigError."""
     values, origins = parse_argv(argv, users_keys(cls))
     restore_secrets(values)
-    files_for = {one[2:] for one, two in itertools.pairwise(argv) if one.startswith("--") and two.startswith("@")}
+    files_for = {
+        one[2:]
+        for one, two in itertools.pairwise(argv)
+        if one.startswith("--") and two.startswith("@")
+    }
     return validate_values(cls, cls.prepare_values(values, origins, files_for), origins)
 
 
-def validate_values(cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None) -> C:
+def validate_values(
+    cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None
+) -> C:
     """Raises ConfigError. `origins`: where a dotted key's value came from."""
     try:
         return cls.model_validate(values)
@@ -152,7 +168,9 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
                 _assign_value(overrides, path, True, word)
             origins[".".join(path)] = COMMAND_LINE
         else:
-            raise ConfigError(f"{word!r} is not understood here; write `@ file.toml` or `--key value` (see --help)")
+            raise ConfigError(
+                f"{word!r} is not understood here; write `@ file.toml` or `--key value` (see --help)"
+            )
     return merge_tables(files, overrides), origins
 
 
@@ -182,7 +200,8 @@ def _merge_each(entries: Any, over: dict[str, Any]) -> list[dict[str, Any]]:
     own = {name: over[name] for name in names if isinstance(over.get(name), dict)}
     common = {key: value for key, value in over.items() if key not in own}
     return [
-        merge_tables(merge_tables(entry, common), own.get(name, {})) for name, entry in zip(names, entries, strict=True)
+        merge_tables(merge_tables(entry, common), own.get(name, {}))
+        for name, entry in zip(names, entries, strict=True)
     ]
 
 
@@ -193,16 +212,28 @@ def _next_word(rest: list[str], what: str) -> str:
 
 
 def _merge_file(
-    files: dict[str, Any], path: list[str], name: str, origins: dict[str, str], free: dict[str, bool]
+    files: dict[str, Any],
+    path: list[str],
+    name: str,
+    origins: dict[str, str],
+    free: dict[str, bool],
 ) -> None:
     try:
-        content = tomllib.loads(Path(name).read_text(encoding="utf-8-sig"))  # editors on Windows begin with a mark
+        content = tomllib.loads(
+            Path(name).read_text(encoding="utf-8-sig")
+        )  # editors on Windows begin with a mark
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
         stems = {Path(one).stem: one for one in nearby}  # endings are alike anyway
-        near = [stems[one] for one in difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)]
-        there = f"; there are {', '.join(nearby[:5])}{', …' if len(nearby) > 5 else ''}" if nearby else ""
+        near = [
+            stems[one] for one in difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)
+        ]
+        there = (
+            f"; there are {', '.join(nearby[:5])}{', …' if len(nearby) > 5 else ''}"
+            if nearby
+            else ""
+        )
         hint = f"; did you mean {folder / near[0]}?" if near else there
         raise ConfigError(f"{name}: no such file{hint}") from None
     except OSError as error:
@@ -256,7 +287,9 @@ def _to_snake_case(value: Any, free: dict[str, bool], under: str = "") -> Any:
     if not isinstance(value, dict):
         return value
     if under in free:
-        return {key: _to_snake_case(one, free) if free[under] else one for key, one in value.items()}
+        return {
+            key: _to_snake_case(one, free) if free[under] else one for key, one in value.items()
+        }
     names = {key: key.replace("-", "_") for key in value}
     return {names[key]: _to_snake_case(one, free, names[key]) for key, one in value.items()}
 
@@ -316,7 +349,9 @@ def _assign_value(values: dict[str, Any], path: list[str], value: Any, word: str
     for part in path[:-1]:
         values = values.setdefault(part, {})
         if not isinstance(values, dict):
-            raise ConfigError(f"{word}: {part} was given a value before, it cannot have keys as well")
+            raise ConfigError(
+                f"{word}: {part} was given a value before, it cannot have keys as well"
+            )
     values[path[-1]] = value
 
 
@@ -333,25 +368,38 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
         if item["type"] == "extra_forbidden":
             parents = _find_sections(cls, names[:-1])
             known = sorted({key for one in parents for key in one.model_fields})
-            having = [kind for one in parents if names[-1] in one.model_fields for kind in _list_kinds(one)]
+            having = [
+                kind
+                for one in parents
+                if names[-1] in one.model_fields
+                for kind in _list_kinds(one)
+            ]
             near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
             elsewhere = (
                 []
                 if near
-                else [k.key for k in walk_entries(cls) if not k.is_section and k.key.split(".")[-1] == names[-1]]
+                else [
+                    k.key
+                    for k in walk_entries(cls)
+                    if not k.is_section and k.key.split(".")[-1] == names[-1]
+                ]
             )
             hint = (
-                f"it is one of type {', '.join(having)}" if having
-                else f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?" if near
-                else f"there is {_to_kebab_case(elsewhere[0])}" if elsewhere
+                f"it is one of type {', '.join(having)}"
+                if having
+                else f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?"
+                if near
+                else f"there is {_to_kebab_case(elsewhere[0])}"
+                if elsewhere
                 else f"known keys: {', '.join(_to_kebab_case(k) for k in known)}"
-            )  # fmt: skip
+            )
             lines.append(f"{_to_kebab_case(key)}: unknown key{place}; {hint}")
         elif item["type"] == "missing":
             sections = _find_sections(cls, names)
             required = _list_required(sections[0], f"{key}.") if sections else [key]
             lines += [
-                f"{_to_kebab_case(k)} must be given: --{_to_kebab_case(k)} VALUE or in the TOML file" for k in required
+                f"{_to_kebab_case(k)} must be given: --{_to_kebab_case(k)} VALUE or in the TOML file"
+                for k in required
             ]
         elif item["type"] == "union_tag_invalid":
             kinds = [kind.strip("'") for kind in item["ctx"]["expected_tags"].split(", ")]
@@ -386,9 +434,15 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         field = (
-            parents[0].model_fields.get(found[-1]) if found and (parents := _find_sections(cls, found[:-1])) else None
+            parents[0].model_fields.get(found[-1])
+            if found and (parents := _find_sections(cls, found[:-1]))
+            else None
         )
-        kinds = [kind for one in section_types(field.annotation) for kind in _list_kinds(one)] if field else []
+        kinds = (
+            [kind for one in section_types(field.annotation) for kind in _list_kinds(one)]
+            if field
+            else []
+        )
         if field is None or field.discriminator is None or name not in kinds:
             found.append(name)
     return found
@@ -396,7 +450,11 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
 
 def _list_kinds(cls: type[Config]) -> list[str]:
     """What its `type` may be."""
-    return [str(kind) for kind in get_args(cls.model_fields["type"].annotation)] if "type" in cls.model_fields else []
+    return (
+        [str(kind) for kind in get_args(cls.model_fields["type"].annotation)]
+        if "type" in cls.model_fields
+        else []
+    )
 
 
 def _to_kebab_case(key: str) -> str:
@@ -410,9 +468,19 @@ def _describe_origin(names: list[str], origins: dict[str, str], message: str = "
     """
     prefix = ".".join(names) + "." if names else ""
     below = {key[len(prefix) :]: place for key, place in origins.items() if key.startswith(prefix)}
-    named = [place for key, place in below.items() if re.search(rf"\b{re.escape(key).replace('_', '[_-]')}\b", message)]
-    leaves = [place for key, place in below.items() if not any(other.startswith(f"{key}.") for other in below)]
-    places = sorted(set(named or (leaves if message and names else [])), key=lambda place: place != COMMAND_LINE)
+    named = [
+        place
+        for key, place in below.items()
+        if re.search(rf"\b{re.escape(key).replace('_', '[_-]')}\b", message)
+    ]
+    leaves = [
+        place
+        for key, place in below.items()
+        if not any(other.startswith(f"{key}.") for other in below)
+    ]
+    places = sorted(
+        set(named or (leaves if message and names else [])), key=lambda place: place != COMMAND_LINE
+    )
     if ".".join(names) in origins and not named:
         places = [origins[".".join(names)]]
     if places:
@@ -434,7 +502,11 @@ def section_types(annotation: Any) -> list[type[Config]]:
     """The Config classes in an annotation such as `X`, `X | None`, `list[X]` or `X | Y`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
-    return [found for argument in getattr(annotation, "__args__", ()) for found in section_types(argument)]
+    return [
+        found
+        for argument in getattr(annotation, "__args__", ())
+        for found in section_types(argument)
+    ]
 
 
 def section_type(annotation: Any) -> type[Config] | None:
@@ -452,11 +524,17 @@ class Entry:
     is_section: bool
 
 
-def walk_entries(cls: type[Config], values: Config | None = None, prefix: str = "") -> Iterator[Entry]:
+def walk_entries(
+    cls: type[Config], values: Config | None = None, prefix: str = ""
+) -> Iterator[Entry]:
     """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
     sections = []
     for name, field in cls.model_fields.items():
-        value = field.get_default(call_default_factory=True) if values is None else getattr(values, name)
+        value = (
+            field.get_default(call_default_factory=True)
+            if values is None
+            else getattr(values, name)
+        )
         is_section = bool(section_types(field.annotation))
         by_name = ".NAME" if is_section and get_origin(field.annotation) is dict else ""
         entry = Entry(f"{prefix}{name}{by_name}", field, value, is_section)
@@ -467,4 +545,6 @@ def walk_entries(cls: type[Config], values: Config | None = None, prefix: str = 
     for entry in sections:
         yield entry
         for kind in section_types(entry.field.annotation):
-            yield from walk_entries(kind, entry.value if type(entry.value) is kind else None, f"{entry.key}.")
+            yield from walk_entries(
+                kind, entry.value if type(entry.value) is kind else None, f"{entry.key}."
+            )

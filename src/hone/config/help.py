@@ -35,11 +35,16 @@ def keys_text(cls: type[Config]) -> str:
     lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
     for one in walk_entries(cls):
         lines += (
-            ["", f"[{one.key}]"] if one.is_section
-            else [f"  --{one.key.replace('_', '-')} {_describe_type(one.field.annotation)}{_in_brackets(one.value)}"]
-        )  # fmt: skip
+            ["", f"[{one.key}]"]
+            if one.is_section
+            else [
+                f"  --{one.key.replace('_', '-')} {_describe_type(one.field.annotation)}{_in_brackets(one.value)}"
+            ]
+        )
         indent = "" if one.is_section else INDENT
-        lines += textwrap.wrap(_describe_entry(one), width, initial_indent=indent, subsequent_indent=indent)
+        lines += textwrap.wrap(
+            _describe_entry(one), width, initial_indent=indent, subsequent_indent=indent
+        )
     return "\n".join(lines)
 
 
@@ -58,7 +63,9 @@ def reference_table(cls: type[Config]) -> str:
 
 def _describe_entry(one: Entry) -> str:
     words = " ".join((one.field.description or "").split())
-    return words or ("Not used unless one of its keys is given." if one.is_section and one.value is None else "")
+    return words or (
+        "Not used unless one of its keys is given." if one.is_section and one.value is None else ""
+    )
 
 
 def to_toml(config: Config, with_secrets: bool = False) -> str:
@@ -72,8 +79,14 @@ def to_toml(config: Config, with_secrets: bool = False) -> str:
 
 def _toml_table(values: dict[str, Any], name: str) -> list[str]:
     tables = {k: v for k, v in values.items() if isinstance(v, dict)}
-    arrays = {k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)}
-    lines = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if k not in tables and k not in arrays]
+    arrays = {
+        k: v for k, v in values.items() if isinstance(v, list) and v and isinstance(v[0], dict)
+    }
+    lines = [
+        f"{_toml_key(k)} = {_toml_value(v)}"
+        for k, v in values.items()
+        if k not in tables and k not in arrays
+    ]
     for key, table in tables.items():
         full = f"{name}.{_toml_key(key)}" if name else _toml_key(key)
         lines += ["", f"[{full}]", *_toml_table(table, full)]
@@ -92,7 +105,9 @@ def _toml_value(value: Any) -> str:
     if value is None:
         return '"None"'
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+        return (
+            "{ " + ", ".join(f"{json.dumps(k)} = {_toml_value(v)}" for k, v in value.items()) + " }"
+        )
     if isinstance(value, list):
         return "[" + ", ".join(_toml_value(v) for v in value) + "]"
     if isinstance(value, float):
@@ -110,7 +125,9 @@ def _describe_type(kind: Any) -> str:
     if origin in (Union, UnionType):
         return " or ".join(_describe_type(a) for a in arguments if a is not type(None))
     if origin in (list, tuple):
-        return f"{origin.__name__} of {', '.join(dict.fromkeys(_describe_type(a) for a in arguments))}"
+        return (
+            f"{origin.__name__} of {', '.join(dict.fromkeys(_describe_type(a) for a in arguments))}"
+        )
     if origin is dict:
         return "table"
     return {"Path": "path"}.get(kind.__name__, str(kind.__name__))

@@ -30,5 +30,7 @@ class InferenceConfig(ServeConfig):
             return values
         for key in flat:
             if server.get(key, flat[key]) != flat[key]:
-                raise ValueError(f"{key} and server.{key} are both given, and differ; they mean the same")
+                raise ValueError(
+                    f"{key} and server.{key} are both given, and differ; they mean the same"
+                )
         return others | {"server": server | flat}

@@ -10,7 +10,15 @@ from hone.config.base import Config, validate_values
 from hone.config.lora_config import LoRAConfig
 from hone.config.orchestrator_config import BufferConfig
 from hone.config.rl_config import RLConfig
-from hone.config.sections import EnvConfig, EvalConfig, Positive, SamplingConfig, WandbConfig, as_list, require_distinct
+from hone.config.sections import (
+    EnvConfig,
+    EvalConfig,
+    Positive,
+    SamplingConfig,
+    WandbConfig,
+    as_list,
+    require_distinct,
+)
 
 
 class LabCheckpoints(Config):
@@ -26,7 +34,12 @@ class LabSampling(SamplingConfig):
 class LabConfig(Config):
     model: str
     """Model to train: a directory in Hugging Face format, or a hub id (owner/model)."""
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)]
+    env: Annotated[
+        list[EnvConfig],
+        BeforeValidator(as_list),
+        Field(min_length=1),
+        AfterValidator(require_distinct),
+    ]
     """Environments to train on."""
     name: str | None = None
     """Name of the run: what it writes is in outputs/NAME. The first environment's name unless given."""
@@ -67,21 +80,32 @@ class LabConfig(Config):
     def resolve_config(self) -> RLConfig:
         interval = {"interval": self.checkpoints.interval}
         values: dict[str, Any] = {
-            "model": {"name": self.model}, "output_dir": self.output_dir, "seed": self.seed, "clean": self.clean,
-            "resume": self.resume, "log_level": self.log_level, "max_steps": self.max_steps, "seq_len": self.seq_len,
-            "max_async_level": self.max_async_level, "wandb": self.wandb and self.wandb.model_dump(),
-            "ckpt": interval, "weights": interval,
+            "model": {"name": self.model},
+            "output_dir": self.output_dir,
+            "seed": self.seed,
+            "clean": self.clean,
+            "resume": self.resume,
+            "log_level": self.log_level,
+            "max_steps": self.max_steps,
+            "seq_len": self.seq_len,
+            "max_async_level": self.max_async_level,
+            "wandb": self.wandb and self.wandb.model_dump(),
+            "ckpt": interval,
+            "weights": interval,
             "orchestrator": {
-                "env": [env.model_dump() for env in self.env], "batch_size": self.batch_size,
-                "rollouts_per_example": self.rollouts_per_example, "oversampling_factor": self.oversampling_factor,
-                "sampling": self.sampling.model_dump(), "buffer": self.buffer.model_dump(),
+                "env": [env.model_dump() for env in self.env],
+                "batch_size": self.batch_size,
+                "rollouts_per_example": self.rollouts_per_example,
+                "oversampling_factor": self.oversampling_factor,
+                "sampling": self.sampling.model_dump(),
+                "buffer": self.buffer.model_dump(),
                 "eval": self.eval and self.eval.model_dump(),
             },
             "trainer": {
                 "optim": {"lr": self.learning_rate, "weight_decay": 0.0},
                 "lora": LoRAConfig(alpha=self.lora_alpha).model_dump(),
             },
-        }  # fmt: skip
+        }
         if len(machine.usable_gpus()) < 2:
             values |= {"inference_gpu_ids": [0], "trainer_gpu_ids": [0]}
         return validate_values(RLConfig, values)

@@ -9,7 +9,15 @@ from hone.config.base import Config
 from hone.config.sections import OptimConfig, Positive, as_list
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-Saved = Literal["embed_tokens", "lm_head", "norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+Saved = Literal[
+    "embed_tokens",
+    "lm_head",
+    "norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "q_norm",
+    "k_norm",
+]
 
 
 class LoRAConfig(Config):
@@ -41,4 +49,6 @@ class LoRAConfig(Config):
 
 def check_optimizer(lora: LoRAConfig | None, optim: OptimConfig) -> None:
     if lora is not None and optim.type == "muon":
-        raise ValueError("optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw")
+        raise ValueError(
+            "optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw"
+        )

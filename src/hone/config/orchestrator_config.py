@@ -104,7 +104,9 @@ class TrainEnvConfig(EnvConfig):
         points = self.ratio if isinstance(self.ratio, list) else [(1, self.ratio or 0.0)]
         steps = [step for step, _ in points]
         if not points or min(value for _, value in points) < 0 or steps != sorted(set(steps)):
-            raise ValueError(f"env.ratio {self.ratio}: at least one [step, ratio], steps rising, ratios not below 0")
+            raise ValueError(
+                f"env.ratio {self.ratio}: at least one [step, ratio], steps rising, ratios not below 0"
+            )
         return self
 
 
@@ -138,7 +140,10 @@ class TeacherConfig(ClientConfig):
 
 class OrchestratorConfig(GroupConfig):
     env: Annotated[
-        list[TrainEnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)
+        list[TrainEnvConfig],
+        BeforeValidator(as_list),
+        Field(min_length=1),
+        AfterValidator(require_distinct),
     ]
     """Environments to train on."""
     batch_size: Positive = 128
@@ -192,10 +197,16 @@ class OrchestratorConfig(GroupConfig):
             raise ValueError("env.ratio: give it to all environments or to none")
         low, high = self.buffer.hard_threshold, self.buffer.easy_threshold
         if low is not None and high is not None and low >= high:
-            raise ValueError(f"buffer.hard_threshold {low} is not below buffer.easy_threshold {high}")
+            raise ValueError(
+                f"buffer.hard_threshold {low} is not below buffer.easy_threshold {high}"
+            )
         settings = [self.group_config_of(env.known_as) for env in self.env]
-        if self.teacher is None and any(one.sampler == "teacher" or one.teacher_logprobs for one in settings):
-            raise ValueError("distillation needs a teacher: --orchestrator.teacher.model NAME, and its base-url")
+        if self.teacher is None and any(
+            one.sampler == "teacher" or one.teacher_logprobs for one in settings
+        ):
+            raise ValueError(
+                "distillation needs a teacher: --orchestrator.teacher.model NAME, and its base-url"
+            )
         return self
 
     @property
@@ -217,6 +228,10 @@ class OrchestratorConfig(GroupConfig):
         env = next(env for env in self.env if env.known_as == name)
         keys = GroupConfig.model_fields.keys()
         own = {key: getattr(env, key, None) for key in keys if getattr(env, key, None) is not None}
-        drawn = {key: getattr(env, key) for key in ("temperature", "max_tokens") if getattr(env, key) is not None}
+        drawn = {
+            key: getattr(env, key)
+            for key in ("temperature", "max_tokens")
+            if getattr(env, key) is not None
+        }
         own["sampling"] = self.sampling.model_copy(update=drawn)
         return GroupConfig(**{key: getattr(self, key) for key in keys} | own)

@@ -22,7 +22,9 @@ def reference_page() -> str:
     parts = [HEAD]
     for command, (config, _, summary) in COMMANDS.items():
         parts.append(f"## `{command}`\n\n{summary}\n\n{reference_table(import_object(config))}\n")
-    parts.append(f"## `hone lab run`\n\nA job file of hosted training, run here.\n\n{reference_table(LabConfig)}\n")
+    parts.append(
+        f"## `hone lab run`\n\nA job file of hosted training, run here.\n\n{reference_table(LabConfig)}\n"
+    )
     return "\n".join(parts)
 
 

@@ -94,7 +94,9 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
     weight_broadcast: Free[BroadcastConfig] = FilesystemConfig()
 
     @classmethod
-    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(
+        cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
+    ) -> dict[str, Any]:
         return super().prepare_values(as_its_algorithm("trainer", values), origins, files_for)
 
 
@@ -114,7 +116,9 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     (docs/algorithms.md)."""
 
     @classmethod
-    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(
+        cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
+    ) -> dict[str, Any]:
         return super().prepare_values(as_its_algorithm("orchestrator", values), origins, files_for)
 
 
@@ -175,14 +179,20 @@ class RLConfig(ResumableConfig):
         for name in (env.known_as for env in self.orchestrator.env):
             loss = self.trainer.loss_of.get(name, self.trainer.loss)
             if loss.type == "opd" and not self.orchestrator.group_config_of(name).teacher_logprobs:
-                raise ValueError(f"loss opd needs orchestrator.teacher_logprobs for {name}; --algorithm opd sets both")
+                raise ValueError(
+                    f"loss opd needs orchestrator.teacher_logprobs for {name}; --algorithm opd sets both"
+                )
         unknown = set(self.trainer.loss_of) - {env.known_as for env in self.orchestrator.env}
         if unknown:
-            raise ValueError(f"trainer.loss_of: no environment is named {', '.join(sorted(unknown))}")
+            raise ValueError(
+                f"trainer.loss_of: no environment is named {', '.join(sorted(unknown))}"
+            )
         return self
 
     @classmethod
-    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(
+        cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
+    ) -> dict[str, Any]:
         """Takes what the components say of shared keys to the top; sees which deployment is meant."""
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
@@ -194,11 +204,17 @@ class RLConfig(ResumableConfig):
             given = values.get(component)
             if not isinstance(given, dict):
                 continue
-            common = [key for key in given if key in cls.model_fields and key not in section.model_fields]
+            common = [
+                key for key in given if key in cls.model_fields and key not in section.model_fields
+            ]
             values[component] = {key: value for key, value in given.items() if key not in common}
             for name, value in _flatten_keys({key: given[key] for key in common}).items():
                 origin = origins.get(f"{component}.{name}", component)
-                if name in said_by and str(_flatten_keys(shared)[name]) != str(value) and name not in origins:
+                if (
+                    name in said_by
+                    and str(_flatten_keys(shared)[name]) != str(value)
+                    and name not in origins
+                ):
                     raise ConfigError(
                         f"{name}: {_flatten_keys(shared)[name]!r} in {said_by[name]}, {value!r} in {origin}; "
                         f"the components of a run share it: give it once, --{name.replace('_', '-')} VALUE"
@@ -210,14 +226,20 @@ class RLConfig(ResumableConfig):
         replays = (values.get("trainer") or {}).get("replay_routing")
         if replays is not None:  # who samples has to say what it chose
             values = merge_tables({"orchestrator": {"return_routing": replays}}, values)
-        return super().prepare_values(with_algorithms(merge_tables(shared, values)), origins, files_for)
+        return super().prepare_values(
+            with_algorithms(merge_tables(shared, values)), origins, files_for
+        )
 
 
 def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted names and values."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        found |= _flatten_keys(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+        found |= (
+            _flatten_keys(value, f"{prefix}{key}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{key}": value}
+        )
     return found
 
 

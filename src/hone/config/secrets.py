@@ -16,7 +16,9 @@ SECRET_KEY = re.compile(
     r"($|[_.-])|^token$|[_-](auth|access|hf|github|wandb|bot|refresh)[_-]?token$|^(auth|access|hf|github|wandb)[_-]?token$",
     re.IGNORECASE,
 )
-NAMES_A_SECRET = re.compile(r"(var|variable|file|path|env|name)$", re.IGNORECASE)  # `api_key_var` names a variable
+NAMES_A_SECRET = re.compile(
+    r"(var|variable|file|path|env|name)$", re.IGNORECASE
+)  # `api_key_var` names a variable
 SECRET_VALUE = re.compile(
     r"(^|[^A-Za-z0-9])(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|Bearer [A-Za-z0-9._~+/-]{12,})"
@@ -33,7 +35,11 @@ def is_secret(key: Any, value: Any) -> bool:
 def redact_secrets(value: Any) -> Any:
     """Return plain data without its secrets: keys that hold one are left out, other values are replaced."""
     if isinstance(value, dict):
-        return {key: redact_secrets(one) for key, one in value.items() if key != "api_key" and not is_secret(key, one)}
+        return {
+            key: redact_secrets(one)
+            for key, one in value.items()
+            if key != "api_key" and not is_secret(key, one)
+        }
     if isinstance(value, list | tuple):
         return [redact_secrets(one) for one in value]
     return LEFT_OUT if isinstance(value, str) and SECRET_VALUE.search(value) else value
@@ -50,7 +56,9 @@ def collect_secrets(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
                 found += collect_secrets(one, (*path, key))
         return found
     if isinstance(value, list | tuple):
-        return [secret for i, one in enumerate(value) for secret in collect_secrets(one, (*path, i))]
+        return [
+            secret for i, one in enumerate(value) for secret in collect_secrets(one, (*path, i))
+        ]
     return [(path, value)] if isinstance(value, str) and SECRET_VALUE.search(value) else []
 
 

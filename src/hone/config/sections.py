@@ -15,15 +15,27 @@ from hone.records import Sampling
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ToolCalls = Literal[
-    "auto", "hermes", "json", "qwen3_coder", "glm", "mistral", "mistral_args", "deepseek", "kimi", "list", "granite",
+    "auto",
+    "hermes",
+    "json",
+    "qwen3_coder",
+    "glm",
+    "mistral",
+    "mistral_args",
+    "deepseek",
+    "kimi",
+    "list",
+    "granite",
     "function",
-]  # fmt: skip
+]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
 Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM has died under it: start it again
-API_KEY_VARIABLE = "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
+API_KEY_VARIABLE = (
+    "HONE_API_KEY"  # gives a server its key without showing it in the list of processes
+)
 CLIENT_KEY_VARIABLE = "HONE_CLIENT_KEY"  # gives a server a second key, for clients
 API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file that has it
 
@@ -41,7 +53,9 @@ def own_key(url: str = "http:") -> str | None:
     try:
         return Path(file).read_text().strip() or None
     except OSError as error:
-        raise ValueError(f"{API_KEY_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from None
+        raise ValueError(
+            f"{API_KEY_FILE_VARIABLE}: {file} cannot be read: {error.strerror}"
+        ) from None
 
 
 def as_list(value: Any) -> Any:
@@ -52,7 +66,11 @@ def as_list(value: Any) -> Any:
 def to_python_names(value: Any) -> Any:
     """Arguments of a Python function: a name has no dash."""
     value = parse_untyped(value)
-    return {key.replace("-", "_"): one for key, one in value.items()} if isinstance(value, dict) else value
+    return (
+        {key.replace("-", "_"): one for key, one in value.items()}
+        if isinstance(value, dict)
+        else value
+    )
 
 
 Arguments = Annotated[dict[str, Any], BeforeValidator(to_python_names)]
@@ -156,7 +174,11 @@ class WeightsConfig(Config):
 
     def list_steps(self, max_steps: int) -> list[int]:
         """The steps whose weights a run of that length writes."""
-        return [*range(self.interval, max_steps, self.interval), max_steps] if self.interval else [max_steps]
+        return (
+            [*range(self.interval, max_steps, self.interval), max_steps]
+            if self.interval
+            else [max_steps]
+        )
 
 
 class FilesystemConfig(Config):
@@ -174,10 +196,14 @@ class NcclConfig(Config):
 
 def with_type(kind: str) -> BeforeValidator:
     """Where a union of sections is given without its `type`, it is this one."""
-    return BeforeValidator(lambda value: {"type": kind, **value} if isinstance(value, dict) else value)
+    return BeforeValidator(
+        lambda value: {"type": kind, **value} if isinstance(value, dict) else value
+    )
 
 
-BroadcastConfig = Annotated[FilesystemConfig | NcclConfig, Field(discriminator="type"), with_type("filesystem")]
+BroadcastConfig = Annotated[
+    FilesystemConfig | NcclConfig, Field(discriminator="type"), with_type("filesystem")
+]
 
 
 def named_or_own(value: str, names: Iterable[str], key: str) -> str:
@@ -191,7 +217,11 @@ def named_or_own(value: str, names: Iterable[str], key: str) -> str:
 
 
 def true_or_false(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    return (
+        {"true": True, "false": False}.get(value.lower(), value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 class EnvConfig(Config):
@@ -256,7 +286,12 @@ def require_distinct(envs: list[E]) -> list[E]:
 
 
 class EvalConfig(Config):
-    env: Annotated[list[EnvConfig], BeforeValidator(as_list), Field(min_length=1), AfterValidator(require_distinct)]
+    env: Annotated[
+        list[EnvConfig],
+        BeforeValidator(as_list),
+        Field(min_length=1),
+        AfterValidator(require_distinct),
+    ]
     """Environments to evaluate on, each on its held-out examples."""
     interval: Positive = 100
     """Evaluate every this many steps, and after the last."""
@@ -333,7 +368,12 @@ class BackendConfig(Config):
     @property
     def needs_vllm(self) -> bool:
         """Whether Hone's engine, on its one device, cannot do what is asked for."""
-        return self.tensor_parallel_size > 1 or self.data_parallel_size > 1 or self.headless or bool(self.vllm_args)
+        return (
+            self.tensor_parallel_size > 1
+            or self.data_parallel_size > 1
+            or self.headless
+            or bool(self.vllm_args)
+        )
 
     @model_validator(mode="after")
     def _is_possible(self) -> "BackendConfig":
@@ -342,14 +382,23 @@ class BackendConfig(Config):
         untouched = type(self).model_fields
         for key in VLLM_KEYS:
             if getattr(self, key) != untouched[key].get_default(call_default_factory=True):
-                raise ValueError(f'{key}: Hone\'s engine computes on one device and cannot do it; backend = "vllm" can')
+                raise ValueError(
+                    f'{key}: Hone\'s engine computes on one device and cannot do it; backend = "vllm" can'
+                )
         return self
 
 
 VLLM_KEYS = (
-    "tensor_parallel_size", "data_parallel_size", "data_parallel_size_local", "data_parallel_address",
-    "data_parallel_rpc_port", "data_parallel_start_rank", "headless", "vllm_python", "vllm_args",
-)  # fmt: skip
+    "tensor_parallel_size",
+    "data_parallel_size",
+    "data_parallel_size_local",
+    "data_parallel_address",
+    "data_parallel_rpc_port",
+    "data_parallel_start_rank",
+    "headless",
+    "vllm_python",
+    "vllm_args",
+)
 
 
 class ServeConfig(BackendConfig, EngineConfig):
@@ -372,7 +421,9 @@ def as_url(value: str) -> str:
     """http(s)://host[:port][/path], or what is wrong with it."""
     try:
         parts = urlsplit(value)
-        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        is_url = (
+            parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        )
     except ValueError:
         is_url = False
     if not is_url:
@@ -458,7 +509,16 @@ class ResumableConfig(RunConfig):
         return self
 
     @classmethod
-    def prepare_values(cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]) -> dict[str, Any]:
+    def prepare_values(
+        cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
+    ) -> dict[str, Any]:
         """`--resume` on the command line wins over `clean = true` in a file."""
-        is_typed = origins.get("resume") == COMMAND_LINE and values.get("resume") not in (False, "never")
-        return values | {"clean": False} if is_typed and origins.get("clean") != COMMAND_LINE else values
+        is_typed = origins.get("resume") == COMMAND_LINE and values.get("resume") not in (
+            False,
+            "never",
+        )
+        return (
+            values | {"clean": False}
+            if is_typed and origins.get("clean") != COMMAND_LINE
+            else values
+        )

@@ -35,7 +35,9 @@ class DataConfig(Config):
     seq_len, with a loss on every token."""
     split: str = "train"
     """Split, for a data set from the hub."""
-    train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(default=["assistant"])
+    train_on: Annotated[list[Role], BeforeValidator(as_list), Field(min_length=1)] = Field(
+        default=["assistant"]
+    )
     """Roles whose messages have a loss; other messages are context only."""
     seq_len: Positive | None = None
     """Tokens in a row of the batch; longer conversations are left out, and the log says how many. Unless given, the
@@ -72,7 +74,9 @@ class DataConfig(Config):
     @model_validator(mode="after")
     def _a_weight_each(self) -> "DataConfig":
         if self.weights is not None and len(self.weights) != len(self.name):
-            raise ValueError(f"data.weights has {len(self.weights)} values, data.name {len(self.name)} data sets")
+            raise ValueError(
+                f"data.weights has {len(self.weights)} values, data.name {len(self.name)} data sets"
+            )
         return self
 
 

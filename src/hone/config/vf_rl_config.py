@@ -83,13 +83,22 @@ def in_own_words(text: str, is_python: bool = False) -> str:
     for theirs, ours in WORDS.items():
         text = text.replace(theirs, ours)
     if is_python:
-        text = text.replace("--trainer.args.run-name NAME", "another run_name").replace("trainer.args.", "")
-        text = text.replace("--clean", "train(clean=True)").replace("--resume", "train(resume=True)")
+        text = text.replace("--trainer.args.run-name NAME", "another run_name").replace(
+            "trainer.args.", ""
+        )
+        text = text.replace("--clean", "train(clean=True)").replace(
+            "--resume", "train(resume=True)"
+        )
     return text
 
 
 # Flags of vLLM for what a server of Hone does without one.
-NEEDLESS = {"enable_auto_tool_choice", "tool_call_parser", "disable_log_requests", "disable_log_stats"}
+NEEDLESS = {
+    "enable_auto_tool_choice",
+    "tool_call_parser",
+    "disable_log_requests",
+    "disable_log_stats",
+}
 
 
 class RLTrainerArgs(Config):
@@ -111,7 +120,9 @@ class RLTrainerArgs(Config):
     """Scale of the adapters: their product is multiplied by lora_alpha / lora_rank."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is set to zero at random while training."""
-    lora_target_modules: Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] | None = None
+    lora_target_modules: (
+        Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] | None
+    ) = None
     """Linear layers that get an adapter; all of the blocks unless given, which "all-linear" says too."""
     lora_modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] | None = None
     """Modules whose own weights are trained and saved with the adapter."""
@@ -197,7 +208,9 @@ class RLTrainerArgs(Config):
     """Print every so many steps."""
     sample_steps: Annotated[int, Field(ge=0)] = 5
     """Print a prompt and its completion every so many steps; 0 prints none."""
-    report_to: Annotated[list[Literal["wandb", "tensorboard", "none"]], BeforeValidator(as_list)] | None = None
+    report_to: (
+        Annotated[list[Literal["wandb", "tensorboard", "none"]], BeforeValidator(as_list)] | None
+    ) = None
     """Where metrics go beside the run's own files: wandb, tensorboard, both, or none. Unless given, wandb where a key
     of wandb is."""
     wandb: WandbConfig | None = None
@@ -224,11 +237,17 @@ class RLTrainerArgs(Config):
                 f"batch_size {self.batch_size} is not a multiple of rollouts_per_example {self.rollouts_per_example}: "
                 f"a step has whole groups; {near} is"
             )
-        idle = sorted(key for key in self.model_fields_set if key.startswith("lora_")) if not self.use_lora else []
+        idle = (
+            sorted(key for key in self.model_fields_set if key.startswith("lora_"))
+            if not self.use_lora
+            else []
+        )
         if idle:
             raise ValueError(f"{idle[0]} has no effect with use_lora = false")
         if self.mask_truncated_completions and self.zero_truncated_completions:
-            raise ValueError("mask_truncated_completions and zero_truncated_completions: choose one of them")
+            raise ValueError(
+                "mask_truncated_completions and zero_truncated_completions: choose one of them"
+            )
         if self.lr_scheduler_type == "constant_with_warmup" and not self.warmup_steps:
             raise ValueError("lr_scheduler_type constant_with_warmup needs warmup_steps")
         if self.report_to == ["none"] and self.wandb is not None:
@@ -237,7 +256,13 @@ class RLTrainerArgs(Config):
 
     @property
     def truncation_handling(self) -> str:
-        return "mask" if self.mask_truncated_completions else "zero" if self.zero_truncated_completions else "keep"
+        return (
+            "mask"
+            if self.mask_truncated_completions
+            else "zero"
+            if self.zero_truncated_completions
+            else "keep"
+        )
 
 
 class InferencePart(Config):
@@ -280,9 +305,17 @@ class VfRLConfig(Config):
         args, gpus = self.trainer.args, self.trainer.gpus
         at_once = args.micro_batch_size * gpus
         if args.batch_size % at_once:
-            sizes = [n for n in range(1, args.batch_size // gpus + 1) if args.batch_size % (n * gpus) == 0]
+            sizes = [
+                n
+                for n in range(1, args.batch_size // gpus + 1)
+                if args.batch_size % (n * gpus) == 0
+            ]
             near = min(sizes, key=lambda n: abs(n - args.micro_batch_size), default=None)
-            hint = f"micro_batch_size {near} fits" if near else f"batch_size must be a multiple of {gpus}"
+            hint = (
+                f"micro_batch_size {near} fits"
+                if near
+                else f"batch_size must be a multiple of {gpus}"
+            )
             raise ValueError(
                 f"batch_size {args.batch_size} is not a multiple of micro_batch_size {args.micro_batch_size} x "
                 f"{gpus} GPUs = {at_once}; {hint}"
@@ -292,7 +325,9 @@ class VfRLConfig(Config):
     @property
     def output_dir(self) -> Path:
         args = self.trainer.args
-        return args.output_dir or Path("outputs") / (args.run_name or self.env.known_as.rpartition("/")[2])
+        return args.output_dir or Path("outputs") / (
+            args.run_name or self.env.known_as.rpartition("/")[2]
+        )
 
     def as_rl(self, gpus: int = 0) -> RLConfig:
         """The run of `rl`, on a machine with so many GPUs. Raises ConfigError."""
@@ -302,53 +337,86 @@ class VfRLConfig(Config):
         return self.as_rl(len(machine.usable_gpus()))
 
     def _as_rl(self) -> dict[str, Any]:
-        args, inference = self.trainer.args, _parse_server_flags(self.inference.args, self.trainer.args)
+        args, inference = (
+            self.trainer.args,
+            _parse_server_flags(self.inference.args, self.trainer.args),
+        )
         scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
         wandb = args.wandb or (WandbConfig() if "wandb" in (args.report_to or []) else None)
         if wandb is not None and wandb.name is None:
             wandb = wandb.model_copy(update={"name": args.run_name})
         values: dict[str, Any] = {
             "model": {"name": self.model, "dtype": "auto" if args.bf16 else "float32"},
-            "output_dir": self.output_dir, "layout": "trainer", "seed": args.seed, "clean": self.clean,
-            "resume": self.resume, "log_level": self.log_level, "log_interval": 0, "max_steps": args.max_steps,
-            "seq_len": args.max_seq_len, "max_async_level": args.num_batches_ahead, "deployment": self.deployment,
+            "output_dir": self.output_dir,
+            "layout": "trainer",
+            "seed": args.seed,
+            "clean": self.clean,
+            "resume": self.resume,
+            "log_level": self.log_level,
+            "log_interval": 0,
+            "max_steps": args.max_steps,
+            "seq_len": args.max_seq_len,
+            "max_async_level": args.num_batches_ahead,
+            "deployment": self.deployment,
             "wandb": wandb and wandb.model_dump(),
-            "tensorboard": {} if "tensorboard" in (args.report_to or []) else None, "inference": inference,
+            "tensorboard": {} if "tensorboard" in (args.report_to or []) else None,
+            "inference": inference,
             "orchestrator": {
                 "env": [self.env.model_dump()],
-                "batch_size": args.batch_size, "rollouts_per_example": args.rollouts_per_example,
+                "batch_size": args.batch_size,
+                "rollouts_per_example": args.rollouts_per_example,
                 "sampling": {
-                    "temperature": args.temperature, "max_tokens": args.max_tokens, "top_p": args.top_p,
-                    "top_k": args.top_k or 0, "min_p": args.min_p or 0.0,
-                    "repetition_penalty": args.repetition_penalty, "presence_penalty": args.presence_penalty,
+                    "temperature": args.temperature,
+                    "max_tokens": args.max_tokens,
+                    "top_p": args.top_p,
+                    "top_k": args.top_k or 0,
+                    "min_p": args.min_p or 0.0,
+                    "repetition_penalty": args.repetition_penalty,
+                    "presence_penalty": args.presence_penalty,
                     "frequency_penalty": args.frequency_penalty,
                 },
-                "max_prompt_tokens": args.max_prompt_len, "truncated": args.truncation_handling,
-                "rollout_timeout": args.generation_timeout, "client": {"ready_timeout": args.vllm_server_timeout},
+                "max_prompt_tokens": args.max_prompt_len,
+                "truncated": args.truncation_handling,
+                "rollout_timeout": args.generation_timeout,
+                "client": {"ready_timeout": args.vllm_server_timeout},
             },
             "trainer": {
                 "optim": {
-                    "lr": args.learning_rate, "weight_decay": args.weight_decay, "max_norm": args.max_grad_norm,
+                    "lr": args.learning_rate,
+                    "weight_decay": args.weight_decay,
+                    "max_norm": args.max_grad_norm,
                     "betas": [args.adam_beta1, args.adam_beta2],
                 },
                 "scheduler": {"type": scheduler, "warmup_steps": args.warmup_steps},
-                "loss": {"mask_ratio_low": args.mask_ratio_low, "mask_ratio_high": args.mask_ratio_high},
+                "loss": {
+                    "mask_ratio_low": args.mask_ratio_low,
+                    "mask_ratio_high": args.mask_ratio_high,
+                },
                 "micro_batch_tokens": args.micro_batch_size * args.max_seq_len,
                 "activation_checkpointing": args.gradient_checkpointing,
             },
-        }  # fmt: skip
+        }
         if args.use_lora:
             targets = args.lora_target_modules
             values["trainer"]["lora"] = LoRAConfig(
-                rank=args.lora_rank, alpha=args.lora_alpha, rslora=args.lora_use_rslora, dropout=args.lora_dropout,
-                targets=targets if isinstance(targets, list) else None, modules_to_save=args.lora_modules_to_save or [],
-            ).model_dump()  # fmt: skip
+                rank=args.lora_rank,
+                alpha=args.lora_alpha,
+                rslora=args.lora_use_rslora,
+                dropout=args.lora_dropout,
+                targets=targets if isinstance(targets, list) else None,
+                modules_to_save=args.lora_modules_to_save or [],
+            ).model_dump()
         if args.eval_strategy == "steps":
             values["orchestrator"]["eval"] = {
-                "env": [self.env.model_dump()], "interval": args.eval_steps, "max_tokens": args.max_tokens,
-            }  # fmt: skip
+                "env": [self.env.model_dump()],
+                "interval": args.eval_steps,
+                "max_tokens": args.max_tokens,
+            }
         if args.save_strategy == "steps":
-            values |= {"weights": {"interval": args.save_steps}, "ckpt": {"interval": args.save_steps}}
+            values |= {
+                "weights": {"interval": args.save_steps},
+                "ckpt": {"interval": args.save_steps},
+            }
         return values
 
     def _place_gpus(self, gpus: int) -> dict[str, Any]:

@@ -29,7 +29,9 @@ def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
         for file in sorted(directory.rglob("*")):
             if not file.is_file() or file.is_symlink():
                 continue
-            about = archive.gettarinfo(str(file), arcname=f"{name}/{file.relative_to(directory).as_posix()}")
+            about = archive.gettarinfo(
+                str(file), arcname=f"{name}/{file.relative_to(directory).as_posix()}"
+            )
             about.uid = about.gid = 0
             about.uname = about.gname = ""
             # not addfile(): with contents given it reads the whole file at once, without them newer Pythons refuse

@@ -36,7 +36,9 @@ MOST = 200
 VALID = 60.0  # seconds in which a download has to begin
 
 
-def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | None = None) -> Starlette:
+def build_app(
+    root: Path, token: str, host: str = "127.0.0.1", cache: Path | None = None
+) -> Starlette:
     runs, jobs = Runs(root, cache), Jobs(root)
     tickets: dict[str, tuple[float, Path]] = {}
 
@@ -65,8 +67,14 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         return found if isinstance(found, Response) else JSONResponse(found)
 
     def run_detail(name: str) -> dict[str, Any]:
-        typed = {"typed": os.path.relpath(runs.get_run(name)[0].path, jobs.home)}  # its directory, for commands
-        return runs.run_detail(name) | typed | {"jobs": [job for job in jobs.list_jobs() if job["run"] == name]}
+        typed = {
+            "typed": os.path.relpath(runs.get_run(name)[0].path, jobs.home)
+        }  # its directory, for commands
+        return (
+            runs.run_detail(name)
+            | typed
+            | {"jobs": [job for job in jobs.list_jobs() if job["run"] == name]}
+        )
 
     async def get_series(request: Request) -> Response:
         asked = request.query_params
@@ -87,20 +95,43 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
             is_reading = runs.update_run(asked["run"])
             wanted: dict[str, Any] = {
                 name: number_of(asked[name])
-                for name in ("step_from", "step_to", "reward_from", "reward_to", "tokens_from", "tokens_to", "group")
+                for name in (
+                    "step_from",
+                    "step_to",
+                    "reward_from",
+                    "reward_to",
+                    "tokens_from",
+                    "tokens_to",
+                    "group",
+                )
                 if asked.get(name)
             }
-            wanted |= {name: asked[name] for name in ("env", "stop", "unused", "example", "text") if asked.get(name)}
+            wanted |= {
+                name: asked[name]
+                for name in ("env", "stop", "unused", "example", "text")
+                if asked.get(name)
+            }
             wanted |= {name: True for name in ("failed", "truncated") if asked.get(name) == "1"}
-            most, skip = min(int_of(asked.get("most"), PAGE), MOST), max(0, int_of(asked.get("skip"), 0))
-            found = index.find_rollouts(wanted, asked.get("sort") or "step", asked.get("down", "1") == "1", most, skip)
-            return found | {"kinds": index.filter_values(), "indexed": index.progress, "reading": is_reading}
+            most, skip = (
+                min(int_of(asked.get("most"), PAGE), MOST),
+                max(0, int_of(asked.get("skip"), 0)),
+            )
+            found = index.find_rollouts(
+                wanted, asked.get("sort") or "step", asked.get("down", "1") == "1", most, skip
+            )
+            return found | {
+                "kinds": index.filter_values(),
+                "indexed": index.progress,
+                "reading": is_reading,
+            }
 
         return await answer_with(read_rollouts)
 
     async def get_rollout(request: Request) -> Response:
         asked = request.query_params
-        return await answer_with(lambda: runs.read_rollout(asked.get("run", ""), int_of(asked.get("n"), -1)))
+        return await answer_with(
+            lambda: runs.read_rollout(asked.get("run", ""), int_of(asked.get("n"), -1))
+        )
 
     async def get_plot(request: Request) -> Response:
         asked = request.query_params
@@ -109,7 +140,9 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
         def draw_plot() -> Response:
             from hone.dashboard.plots import draw_curves
 
-            data = draw_curves([runs.get_run(name)[1] for name in asked.get("run", "").split("|")], kind)
+            data = draw_curves(
+                [runs.get_run(name)[1] for name in asked.get("run", "").split("|")], kind
+            )
             return Response(data, media_type="image/png" if kind == "png" else "image/svg+xml")
 
         return await answer_with(draw_plot)
@@ -131,19 +164,30 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
     async def download_archive(request: Request) -> Response:
         until, place = tickets.pop(request.path_params["ticket"], (0.0, Path()))
         if until < time.monotonic():
-            return JSONResponse({"error": "this download is not valid any more: ask for it again"}, 404)
+            return JSONResponse(
+                {"error": "this download is not valid any more: ask for it again"}, 404
+            )
         name = f"{place.parent.parent.name}-{place.name}"
         plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
-        named = {"content-disposition": f'attachment; filename="{plain}.tar"', "content-encoding": "identity"}
-        return StreamingResponse(tar_directory(place, plain), media_type="application/x-tar", headers=named)
+        named = {
+            "content-disposition": f'attachment; filename="{plain}.tar"',
+            "content-encoding": "identity",
+        }
+        return StreamingResponse(
+            tar_directory(place, plain), media_type="application/x-tar", headers=named
+        )
 
     async def check_config(request: Request) -> Response:
         body = await body_of(request)
-        return await answer_with(lambda: jobs.check_config(str(body.get("command")), str(body.get("toml", ""))))
+        return await answer_with(
+            lambda: jobs.check_config(str(body.get("command")), str(body.get("toml", "")))
+        )
 
     async def start_run(request: Request) -> Response:
         body = await body_of(request)
-        words = [str(body.get(name) or "") for name in ("command", "toml", "output_dir", "where", "more")]
+        words = [
+            str(body.get(name) or "") for name in ("command", "toml", "output_dir", "where", "more")
+        ]
         return await answer_with(lambda: jobs.start_run(*words))
 
     async def start_evaluation(request: Request) -> Response:
@@ -153,8 +197,12 @@ def build_app(root: Path, token: str, host: str = "127.0.0.1", cache: Path | Non
             name = str(body.get("run"))
             run, place = runs.get_run(name)[0], runs.find_checkpoint(name, str(body.get("name")))
             if not (place / "config.json").is_file():
-                raise ValueError(f"{body.get('name')} is no model: weights are evaluated, checkpoints are not")
-            return jobs.start_evaluation(run, place, config_of(runs.root, run), int_of(str(body.get("examples")), 50))
+                raise ValueError(
+                    f"{body.get('name')} is no model: weights are evaluated, checkpoints are not"
+                )
+            return jobs.start_evaluation(
+                run, place, config_of(runs.root, run), int_of(str(body.get("examples")), 50)
+            )
 
         return await answer_with(make_evaluation)
 

@@ -23,15 +23,27 @@ NEAR = 20  # ports from it on that are tried
 def run_dashboard(argv: list[str]) -> int:
     """Serves until it is interrupted."""
     parser = argparse.ArgumentParser(
-        prog="hone dashboard", allow_abbrev=False,
+        prog="hone dashboard",
+        allow_abbrev=False,
         description="A web page over the runs and evaluations below a directory, live while they run.",
-    )  # fmt: skip
-    parser.add_argument("dir", nargs="?", type=Path, default=Path(), help="directory to look below (default: this one)")
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine alone)"
     )
     parser.add_argument(
-        "--port", type=int, default=PORT, help=f"port; 0: a free one (default {PORT}, or the next free)"
+        "dir",
+        nargs="?",
+        type=Path,
+        default=Path(),
+        help="directory to look below (default: this one)",
+    )
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default 127.0.0.1: this machine alone)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        help=f"port; 0: a free one (default {PORT}, or the next free)",
     )
     parser.add_argument("--open", action="store_true", help="open the page in a browser")
     args = parser.parse_args(argv)
@@ -61,8 +73,14 @@ def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> in
     if opens:
         open_in_browser(f"{url}/#token={token}")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    settings = bounded_config(app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off",
-                              timeout_graceful_shutdown=1)  # fmt: skip
+    settings = bounded_config(
+        app,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        lifespan="off",
+        timeout_graceful_shutdown=1,
+    )
     server = uvicorn.Server(settings)
     signal.signal(signal.SIGTERM, lambda *_: setattr(server, "should_exit", True))
     server.run(sockets=[sock])
@@ -99,9 +117,10 @@ def bind_near(host: str, port: int) -> socket.socket:
 def run_doctor(argv: list[str]) -> int:
     """Says what went wrong in a run. Exit code 1 where something did."""
     parser = argparse.ArgumentParser(
-        prog="hone doctor", allow_abbrev=False,
+        prog="hone doctor",
+        allow_abbrev=False,
         description="Reads a run and says what went wrong: the first bad step, what shows it, what usually helps.",
-    )  # fmt: skip
+    )
     parser.add_argument("run", type=Path, help="directory of the run (its output_dir)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(argv)
@@ -129,17 +148,23 @@ def run_doctor(argv: list[str]) -> int:
                     row = index.find_row(rollout)
                     if row is not None:
                         said = printable(row["said"]).replace("\n", "\\n")
-                        print(f"     rollout of step {row['step']}, reward {row['reward']:.3g}: {said[:100]}")
+                        print(
+                            f"     rollout of step {row['step']}, reward {row['reward']:.3g}: {said[:100]}"
+                        )
     return 1 if any(report.findings for *_, report in reports) else 0
 
 
 def run_plot(argv: list[str]) -> int:
     """Writes the curves of runs as a picture."""
     parser = argparse.ArgumentParser(
-        prog="hone plot", allow_abbrev=False, description="The curves of one or more runs as a picture, side by side."
+        prog="hone plot",
+        allow_abbrev=False,
+        description="The curves of one or more runs as a picture, side by side.",
     )
     parser.add_argument("runs", type=Path, nargs="+", help="directories of runs")
-    parser.add_argument("-o", "--out", type=Path, help="file to write, .png, .svg or .pdf (default: RUN/curves.png)")
+    parser.add_argument(
+        "-o", "--out", type=Path, help="file to write, .png, .svg or .pdf (default: RUN/curves.png)"
+    )
     args = parser.parse_args(argv)
     from hone.dashboard.plots import FORMATS, draw_curves
 
@@ -152,7 +177,9 @@ def run_plot(argv: list[str]) -> int:
     found = []
     for path in args.runs:
         place = path.resolve()
-        names = [(f"{place.relative_to(root).as_posix()}:{run.kind}", run.kind) for run in runs_in(path)]
+        names = [
+            (f"{place.relative_to(root).as_posix()}:{run.kind}", run.kind) for run in runs_in(path)
+        ]
         found += [Index(root, Run(name, kind, place)) for name, kind in names]
     try:
         out.write_bytes(draw_curves(found, form))
@@ -165,13 +192,19 @@ def run_plot(argv: list[str]) -> int:
 def runs_in(path: Path) -> list[Run]:
     """The runs of a directory itself, not of those below it. Raises ValueError where it has none."""
     found = (
-        [run for run in find_runs(path).values() if run.path == path and run.kind != "eval"] if path.is_dir() else []
+        [run for run in find_runs(path).values() if run.path == path and run.kind != "eval"]
+        if path.is_dir()
+        else []
     )
     if not found:
         if not path.is_dir():
             raise ValueError(f"{path} is no directory")
         below = sorted({str(run.path) for run in find_runs(path).values() if run.kind != "eval"})
-        hint = f"; did you mean one of {', '.join(below[:5])}?" if below else ": it has no run_rl.json or run_sft.json"
+        hint = (
+            f"; did you mean one of {', '.join(below[:5])}?"
+            if below
+            else ": it has no run_rl.json or run_sft.json"
+        )
         raise ValueError(f"{path} holds no run{hint}")
     return found
 

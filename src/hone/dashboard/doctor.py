@@ -19,7 +19,10 @@ OLD = 4.0  # steps that trained tokens are behind
 APART = 0.05  # mismatch KL, nats a token
 DROPPED = 0.3  # share of tokens that the loss leaves out
 LOST = 0.5  # share of the reward gained or had that is lost again
-LONGER, ALIKE = 1.4, 0.5  # growth of completions, and how reward goes with length, that are told as paid for
+LONGER, ALIKE = (
+    1.4,
+    0.5,
+)  # growth of completions, and how reward goes with length, that are told as paid for
 IDLE = 0.8  # share of steps without anything to learn from
 FEW = 5  # steps that a judgement needs
 
@@ -62,23 +65,50 @@ class Facts:
     def trained_metric(self, name: str) -> dict[int, float]:
         """A metric of the trainer at the steps that had something to train on."""
         had = self.metric_by_step("tokens/trained")
-        return {step: value for step, value in self.metric_by_step(name).items() if had.get(step, 1.0) > 0}
+        return {
+            step: value
+            for step, value in self.metric_by_step(name).items()
+            if had.get(step, 1.0) > 0
+        }
 
 
-NAMES = ["reward/mean", "entropy/mean", "mismatch_kl/mean", "is_masked/mean", "batch/off_policy_level/mean",
-         "batch/without_signal", "batch/solve_all", "batch/solve_none", "optim/grad_norm", "optim/lr", "tokens/trained",
-         "loss/mean", "val/loss", "optim/skipped", "is_truncated/mean"]  # fmt: skip
+NAMES = [
+    "reward/mean",
+    "entropy/mean",
+    "mismatch_kl/mean",
+    "is_masked/mean",
+    "batch/off_policy_level/mean",
+    "batch/without_signal",
+    "batch/solve_all",
+    "batch/solve_none",
+    "optim/grad_norm",
+    "optim/lr",
+    "tokens/trained",
+    "loss/mean",
+    "val/loss",
+    "optim/skipped",
+    "is_truncated/mean",
+]
 
 
 def examine_run(index: Index) -> Report:
     """Of a run of rl or sft."""
     kept = index.metric_series(NAMES, most=10**9)
-    series = {name: dict(zip(map(int, steps), values, strict=True)) for name, (steps, values) in kept.items()}
-    facts = Facts(series, *((index.step_means(), odd_prompt(index)) if index.run.kind == "rl" else ([],)))
+    series = {
+        name: dict(zip(map(int, steps), values, strict=True))
+        for name, (steps, values) in kept.items()
+    }
+    facts = Facts(
+        series, *((index.step_means(), odd_prompt(index)) if index.run.kind == "rl" else ([],))
+    )
     count = len(facts.metric_by_step("reward/mean" if index.run.kind == "rl" else "loss/mean"))
     if count < FEW:
         return Report(count, [], f"{count} steps are too few to say anything (it takes {FEW})")
-    findings = [finding for look in (LOOKS if index.run.kind == "rl" else SFT_LOOKS) if (finding := look(facts))]
+    findings = [
+        finding
+        for look in (LOOKS if index.run.kind == "rl" else SFT_LOOKS)
+        if (finding := look(facts))
+    ]
     explained = {kind for finding in findings for kind in EXPLAINS.get(finding.kind, ())}
     told = [finding for finding in findings if finding.kind not in explained]
     return Report(count, [_with_examples(finding, index) for finding in told])
@@ -90,9 +120,9 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
         return finding
     sort, down = ("tokens", True) if finding.kind == "length" else ("reward", False)
     wanted: dict[str, Any] = {"step_from": finding.first_step, "step_to": finding.first_step}
-    rows = index.find_rollouts(wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0)[
-        "rows"
-    ]
+    rows = index.find_rollouts(
+        wanted | ({"truncated": 1} if finding.kind == "truncated" else {}), sort, down, 5, 0
+    )["rows"]
     return replace(finding, rollouts=[row["id"] for row in rows])
 
 
@@ -102,19 +132,27 @@ def template(facts: Facts) -> Finding | None:
     first = facts.steps[:FEW]
     known = [row["logprob"] for row in first if row["logprob"] is not None]
     mean = sum(known) / len(known) if known else 0.0
-    if not first or max(row["reward"] for row in first) > 0.1 or not (facts.prompt or mean < UNSURE):
+    if (
+        not first
+        or max(row["reward"] for row in first) > 0.1
+        or not (facts.prompt or mean < UNSURE)
+    ):
         return None
     seen = facts.prompt or (
         f"The first tokens that were sampled had {mean:.1f} nats each on average: a model that knows the form of what "
         "it is asked is far surer"
     )
     return Finding(
-        "template", "The prompts are not in the form that the model was trained on", first[0]["step"],
+        "template",
+        "The prompts are not in the form that the model was trained on",
+        first[0]["step"],
         f"{seen}. The reward of the first steps is {first[0]['reward']:.2f}.",
-        ["Look at a prompt token by token: are the special tokens of the model's chat format there, once each?",
-         "Compare chat_template.jinja of the model with the one of its supervised warm-up.",
-         "If the model has seen no such tasks yet, warm it up with `sft` first."],
-    )  # fmt: skip
+        [
+            "Look at a prompt token by token: are the special tokens of the model's chat format there, once each?",
+            "Compare chat_template.jinja of the model with the one of its supervised warm-up.",
+            "If the model has seen no such tasks yet, warm it up with `sft` first.",
+        ],
+    )
 
 
 def odd_prompt(index: Index) -> str:
@@ -123,7 +161,11 @@ def odd_prompt(index: Index) -> str:
     found = index.read_rollout(rows[0]["id"]) if rows else None
     turns = (found or {}).get("turns") or [{}]
     ids = turns[0].get("prompt_ids")
-    return Tokens.of_run(index.root, index.run).find_oddity(ids) if isinstance(ids, list) and ids else ""
+    return (
+        Tokens.of_run(index.root, index.run).find_oddity(ids)
+        if isinstance(ids, list) and ids
+        else ""
+    )
 
 
 def truncated(facts: Facts) -> Finding | None:
@@ -133,11 +175,15 @@ def truncated(facts: Facts) -> Finding | None:
         return None
     share, tokens = cut[0]["truncated"], cut[0]["tokens"]
     return Finding(
-        "truncated", "Completions are cut off before they end", cut[0]["step"],
+        "truncated",
+        "Completions are cut off before they end",
+        cut[0]["step"],
         f"{share:.0%} of the completions of step {cut[0]['step']} reached the limit; they had {tokens:.0f} tokens.",
-        ["Raise orchestrator.sampling.max_tokens (and seq_len, if it is the limit).",
-         "Ask for shorter answers in the system prompt, or take a model that ends its answers."],
-    )  # fmt: skip
+        [
+            "Raise orchestrator.sampling.max_tokens (and seq_len, if it is the limit).",
+            "Ask for shorter answers in the system prompt, or take a model that ends its answers.",
+        ],
+    )
 
 
 def constant(facts: Facts) -> Finding | None:
@@ -155,11 +201,15 @@ def constant(facts: Facts) -> Finding | None:
     if value == 0 and flat[0]["truncated"] > CUT:
         return None  # what is cut off has no reward
     return Finding(
-        "no_variance", "The reward is the same for every rollout", flat[0]["step"],
+        "no_variance",
+        "The reward is the same for every rollout",
+        flat[0]["step"],
         f"In {len(flat)} of {len(facts.steps)} steps every rollout was given {value:.4g}: nothing to learn from.",
-        ["Read a few rollouts beside their rewards: does the reward function see what it should (parser, answer)?",
-         "If all fail: partial rewards, easier examples, or a longer warm-up. If all succeed: harder examples."],
-    )  # fmt: skip
+        [
+            "Read a few rollouts beside their rewards: does the reward function see what it should (parser, answer)?",
+            "If all fail: partial rewards, easier examples, or a longer warm-up. If all succeed: harder examples.",
+        ],
+    )
 
 
 def no_signal(facts: Facts) -> Finding | None:
@@ -176,11 +226,15 @@ def no_signal(facts: Facts) -> Finding | None:
         return None  # it has learnt its task
     first = next(step for step in sorted(idle) if idle[step] >= IDLE)
     return Finding(
-        "no_signal", "Few groups have anything to learn from", first,
+        "no_signal",
+        "Few groups have anything to learn from",
+        first,
         f"In the last {len(last)} steps {sum(idle[s] for s in last) / len(last):.0%} of the groups had one reward.",
-        ["More rollouts an example (orchestrator.rollouts_per_example), or a finer reward.",
-         "Leave out what is too easy or too hard: orchestrator.buffer.online_difficulty_filtering."],
-    )  # fmt: skip
+        [
+            "More rollouts an example (orchestrator.rollouts_per_example), or a finer reward.",
+            "Leave out what is too easy or too hard: orchestrator.buffer.online_difficulty_filtering.",
+        ],
+    )
 
 
 def collapse(facts: Facts) -> Finding | None:
@@ -191,9 +245,17 @@ def collapse(facts: Facts) -> Finding | None:
     best = max(range(len(level)), key=level.__getitem__)
     floor = min(0.0, *level)
     start = max(best, 0)
-    lost = [i for i in range(start, len(steps)) if rewards[steps[i]] - floor < (1 - LOST) * (level[best] - floor)]
+    lost = [
+        i
+        for i in range(start, len(steps))
+        if rewards[steps[i]] - floor < (1 - LOST) * (level[best] - floor)
+    ]
     last = [rewards[step] for step in steps[-FEW:]]
-    if not lost or level[best] - floor < 0.05 or sum(last) / len(last) - floor > (1 - LOST) * (level[best] - floor):
+    if (
+        not lost
+        or level[best] - floor < 0.05
+        or sum(last) / len(last) - floor > (1 - LOST) * (level[best] - floor)
+    ):
         return None
     first = steps[lost[0]]
     entropy, norm = facts.trained_metric("entropy/mean"), facts.trained_metric("optim/grad_norm")
@@ -218,13 +280,21 @@ def collapse(facts: Facts) -> Finding | None:
         )
     )
     rate = (
-        f"Lower the learning rate (trainer.optim.lr): by 10 at first, by 100 if the reward is lost within {FEW} steps."
+        "Lower the learning rate (trainer.optim.lr): by 10 at first, "
+        f"by 100 if the reward is lost within {FEW} steps."
     )
     return Finding(
-        "collapse", "The policy has collapsed: the reward is lost", first, said,
-        [rate, f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
-         "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; optim.skip_norm passes single bad steps."],
-    )  # fmt: skip
+        "collapse",
+        "The policy has collapsed: the reward is lost",
+        first,
+        said,
+        [
+            rate,
+            f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
+            "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; "
+            "optim.skip_norm passes single bad steps.",
+        ],
+    )
 
 
 def length(facts: Facts) -> Finding | None:
@@ -239,19 +309,27 @@ def length(facts: Facts) -> Finding | None:
         return None
     first = next(row["step"] for row in facts.steps if row["tokens"] > (1 + LONGER) / 2 * before)
     return Finding(
-        "length", "The reward pays for length", first,
+        "length",
+        "The reward pays for length",
+        first,
         f"Completions grew from {before:.0f} to {after:.0f} tokens, and within a step the reward goes with their "
         f"length (correlation {sum(alike) / len(alike):.2f}).",
-        ["Read the longest rollouts: do they say more, or the same again?",
-         "Weigh the reward by what is right, not by how much is written; orchestrator.overlong_share takes reward off "
-         "what comes near the limit.",
-         "A loss that weighs sequences alike favours long wrong answers; `algorithm` dr_grpo does not."],
-    )  # fmt: skip
+        [
+            "Read the longest rollouts: do they say more, or the same again?",
+            "Weigh the reward by what is right, not by how much is written; "
+            "orchestrator.overlong_share takes reward off "
+            "what comes near the limit.",
+            "A loss that weighs sequences alike favours long wrong answers; `algorithm` dr_grpo does not.",
+        ],
+    )
 
 
 def stale(facts: Facts) -> Finding | None:
     """The trainer learns from tokens of an old policy, or of another one."""
-    behind, apart = facts.metric_by_step("batch/off_policy_level/mean"), facts.trained_metric("mismatch_kl/mean")
+    behind, apart = (
+        facts.metric_by_step("batch/off_policy_level/mean"),
+        facts.trained_metric("mismatch_kl/mean"),
+    )
     masked = facts.trained_metric("is_masked/mean")
     late = [step for step in behind if behind[step] >= OLD]
     wide = [step for step in apart if apart[step] >= APART]
@@ -271,10 +349,15 @@ def stale(facts: Facts) -> Finding | None:
             "masks (trainer.loss) only survive it.",
         ]
     return Finding(
-        "stale", "The trainer learns from tokens of an old policy" if is_old else "Sampler and trainer disagree", first,
+        "stale",
+        "The trainer learns from tokens of an old policy"
+        if is_old
+        else "Sampler and trainer disagree",
+        first,
         f"Tokens were {_mean_of(behind):.1f} steps behind on average, the mismatch KL was {_mean_of(apart):.1e} and "
-        f"{_mean_of(masked):.0%} of the tokens were left out of the loss.", helps,
-    )  # fmt: skip
+        f"{_mean_of(masked):.0%} of the tokens were left out of the loss.",
+        helps,
+    )
 
 
 def entropy_gone(facts: Facts) -> Finding | None:
@@ -293,7 +376,9 @@ def entropy_gone(facts: Facts) -> Finding | None:
         "The policy tries nothing new any more",
         first,
         f"The entropy fell from {start:.3f} to {end:.4f} nats a token.",
-        ["A lower learning rate, a higher temperature, or clipping higher on the upper side (docs/algorithms.md)."],
+        [
+            "A lower learning rate, a higher temperature, or clipping higher on the upper side (docs/algorithms.md)."
+        ],
     )
 
 
@@ -307,7 +392,9 @@ def failures(facts: Facts) -> Finding | None:
         "Rollouts fail",
         bad[0]["step"],
         f"In {len(bad)} of {len(facts.steps)} steps over a fifth of the rollouts ended in an error.",
-        ["The rollouts say why (Rollouts, filter: failed); the orchestrator's log has the first of each kind."],
+        [
+            "The rollouts say why (Rollouts, filter: failed); the orchestrator's log has the first of each kind."
+        ],
     )
 
 
@@ -353,11 +440,24 @@ def _mean_of(values: dict[int, float]) -> float:
 
 def _running_mean(values: list[float], width: int = 3) -> list[float]:
     """Of each value the mean with those before it, at most `width`."""
-    return [sum(values[max(0, i - width + 1) : i + 1]) / (i - max(0, i - width + 1) + 1) for i in range(len(values))]
+    return [
+        sum(values[max(0, i - width + 1) : i + 1]) / (i - max(0, i - width + 1) + 1)
+        for i in range(len(values))
+    ]
 
 
 Look = Callable[[Facts], Finding | None]
-LOOKS: tuple[Look, ...] = (template, truncated, constant, collapse, stale, length, failures, entropy_gone, no_signal)
+LOOKS: tuple[Look, ...] = (
+    template,
+    truncated,
+    constant,
+    collapse,
+    stale,
+    length,
+    failures,
+    entropy_gone,
+    no_signal,
+)
 SFT_LOOKS: tuple[Look, ...] = (diverged, overfitted)
 EXPLAINS = {  # what a finding explains is not told beside it
     "template": ("truncated", "no_variance", "no_signal", "collapse"),

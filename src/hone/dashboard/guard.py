@@ -18,7 +18,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hone.config.sections import LOOPBACK
 
 LARGEST = 2**20  # bytes of a request's body
-OPEN = ("/assets/", "/download/")  # the page itself has no data; a download's address is a secret that was asked for
+OPEN = (
+    "/assets/",
+    "/download/",
+)  # the page itself has no data; a download's address is a secret that was asked for
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "
     "form-action 'none'",
@@ -56,7 +59,10 @@ class Guard:
         origin = headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
             return 403, f"Origin {origin!r} is another site"
-        if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") and path.startswith("/api"):
+        if headers.get("sec-fetch-site", "same-origin") not in (
+            "same-origin",
+            "none",
+        ) and path.startswith("/api"):
             return 403, "asked by the page of another site"
         is_large = headers.get("content-length", "0")
         if not is_large.isdigit() or int(is_large) > LARGEST:

@@ -83,8 +83,13 @@ class Index:
                 layout = connection.execute("PRAGMA user_version").fetchone()[0]
                 if layout == LAYOUT:
                     return connection
-                if layout == 0 and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
-                    connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT}; COMMIT;")
+                if (
+                    layout == 0
+                    and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+                ):
+                    connection.executescript(
+                        f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT}; COMMIT;"
+                    )
                     return connection
                 connection.close()
             except sqlite3.DatabaseError:
@@ -99,7 +104,9 @@ class Index:
             return False
         try:
             is_new = self._read_metrics()
-            seen = tuple(_file_stamp(self.run.path / name) for name in ("rollouts", "results.jsonl"))
+            seen = tuple(
+                _file_stamp(self.run.path / name) for name in ("rollouts", "results.jsonl")
+            )
             if seen == self._seen or self.run.kind == "sft":
                 return is_new
             with contextlib.closing(self._open_ready()) as connection:
@@ -144,7 +151,9 @@ class Index:
         whole = added[: added.rfind(b"\n") + 1]
         if start and not whole:
             return
-        names: dict[str, int] = {name: i for i, name in connection.execute("SELECT id, name FROM metrics")}
+        names: dict[str, int] = {
+            name: i for i, name in connection.execute("SELECT id, name FROM metrics")
+        }
         connection.execute("BEGIN")
         if not start:
             connection.execute("DELETE FROM points")
@@ -165,7 +174,10 @@ class Index:
         connection.execute("COMMIT")
 
     def _take_steps(self, connection: sqlite3.Connection) -> None:
-        there = {step: _file_stamp(place / ROLLOUTS) for step, place in steps_in(self.run.path / "rollouts").items()}
+        there = {
+            step: _file_stamp(place / ROLLOUTS)
+            for step, place in steps_in(self.run.path / "rollouts").items()
+        }
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         gone = [step for step in known if step not in there or there[step] != known[step]]
         new = sorted(step for step in there if there[step] and known.get(step) != there[step])
@@ -178,7 +190,9 @@ class Index:
         for some in (new[i : i + AT_ONCE] for i in range(0, len(new), AT_ONCE)):
             connection.execute("BEGIN")
             for step in some:
-                self._add_step(connection, step, self.run.path / "rollouts" / f"step_{step}" / ROLLOUTS)
+                self._add_step(
+                    connection, step, self.run.path / "rollouts" / f"step_{step}" / ROLLOUTS
+                )
                 connection.execute("INSERT OR REPLACE INTO files VALUES(?, ?)", (step, there[step]))
             connection.execute("COMMIT")
             self.progress = (self.progress[0] + len(some), len(there))
@@ -208,7 +222,9 @@ class Index:
                         f"INSERT INTO rollouts VALUES(NULL, ?, ?, ?, {', '.join('?' * len(values))})",
                         (step, start, len(line), *values),
                     )
-                    connection.execute("INSERT INTO texts(rowid, text) VALUES(?, ?)", (done.lastrowid, text))
+                    connection.execute(
+                        "INSERT INTO texts(rowid, text) VALUES(?, ?)", (done.lastrowid, text)
+                    )
                 start += len(line)
 
     @contextlib.contextmanager
@@ -225,20 +241,27 @@ class Index:
 
     def metric_names(self) -> list[str]:
         with self.open_reader() as connection:
-            return [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
+            return [
+                name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")
+            ]
 
-    def metric_series(self, names: list[str], since: int = -1, most: int = 2000) -> dict[str, list[list[float]]]:
+    def metric_series(
+        self, names: list[str], since: int = -1, most: int = 2000
+    ) -> dict[str, list[list[float]]]:
         """Steps and values of metrics after step `since`; over so many steps in a row their mean, where there are more
         than `most`."""
         found: dict[str, list[list[float]]] = {}
         with self.open_reader() as connection:
-            known: dict[str, int] = {name: i for i, name in connection.execute("SELECT id, name FROM metrics")}
+            known: dict[str, int] = {
+                name: i for i, name in connection.execute("SELECT id, name FROM metrics")
+            }
             for name in names:
                 if name not in known:
                     continue
                 where = (known[name], since)
                 first, last, count = connection.execute(
-                    "SELECT min(step), max(step), count(*) FROM points WHERE metric = ? AND step > ?", where
+                    "SELECT min(step), max(step), count(*) FROM points WHERE metric = ? AND step > ?",
+                    where,
                 ).fetchone()
                 width = 1 if count <= most else math.ceil((last - first + 1) / most)
                 rows = connection.execute(
@@ -260,9 +283,12 @@ class Index:
         order = f"{sort} {'DESC' if descending else 'ASC'}, id"
         with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
-            total = connection.execute(f"SELECT count(*) FROM rollouts WHERE {where}", values).fetchone()[0]
+            total = connection.execute(
+                f"SELECT count(*) FROM rollouts WHERE {where}", values
+            ).fetchone()[0]
             rows = connection.execute(
-                f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, most, skip)
+                f"SELECT * FROM rollouts WHERE {where} ORDER BY {order} LIMIT ? OFFSET ?",
+                (*values, most, skip),
             ).fetchall()
         return {"total": total, "rows": [dict(row) for row in rows]}
 
@@ -271,11 +297,16 @@ class Index:
         with self.open_reader() as connection:
             found = {
                 name: [
-                    row[0] for row in connection.execute(f"SELECT DISTINCT {name} FROM rollouts ORDER BY 1 LIMIT 200")
+                    row[0]
+                    for row in connection.execute(
+                        f"SELECT DISTINCT {name} FROM rollouts ORDER BY 1 LIMIT 200"
+                    )
                 ]
                 for name in ("env", "stop", "unused")
             }
-            found["steps"] = list(connection.execute("SELECT min(step), max(step), count(*) FROM rollouts").fetchone())
+            found["steps"] = list(
+                connection.execute("SELECT min(step), max(step), count(*) FROM rollouts").fetchone()
+            )
         return found
 
     def step_means(self) -> list[dict[str, Any]]:
@@ -288,7 +319,10 @@ class Index:
             connection.row_factory = sqlite3.Row
             found = [dict(row) for row in connection.execute(sql)]
         for row in found:
-            reward2, tokens2 = row.pop("reward2") - row["reward"] ** 2, row.pop("tokens2") - row["tokens"] ** 2
+            reward2, tokens2 = (
+                row.pop("reward2") - row["reward"] ** 2,
+                row.pop("tokens2") - row["tokens"] ** 2,
+            )
             spread = math.sqrt(max(reward2, 0.0) * max(tokens2, 0.0))
             both = row.pop("both") - row["reward"] * row["tokens"]
             row["alike"] = both / spread if spread > 1e-9 else 0.0
@@ -315,7 +349,9 @@ class Index:
         return {"at": row, **found} if found else None
 
     def file_of(self, step: int) -> Path:
-        return self.run.path / ("results.jsonl" if self.run.kind == "eval" else f"rollouts/step_{step}/{ROLLOUTS}")
+        return self.run.path / (
+            "results.jsonl" if self.run.kind == "eval" else f"rollouts/step_{step}/{ROLLOUTS}"
+        )
 
 
 def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
@@ -340,7 +376,9 @@ def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
     if wanted.get("truncated"):
         parts.append("truncated = 1")
     if text := wanted.get("text"):
-        where = "said" if len(text) < 3 else "text"  # three letters are indexed; fewer are looked for in what is listed
+        where = (
+            "said" if len(text) < 3 else "text"
+        )  # three letters are indexed; fewer are looked for in what is listed
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         plain = f"{where} LIKE ?" + ("" if escaped == text else " ESCAPE '\\'")
         parts.append(plain if where == "said" else f"id IN (SELECT rowid FROM texts WHERE {plain})")
@@ -358,7 +396,9 @@ def _file_stamp(file: Path) -> str:
 
 
 def _delete_step(connection: sqlite3.Connection, step: int) -> None:
-    connection.execute("DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE step = ?)", (step,))
+    connection.execute(
+        "DELETE FROM texts WHERE rowid IN (SELECT id FROM rollouts WHERE step = ?)", (step,)
+    )
     connection.execute("DELETE FROM rollouts WHERE step = ?", (step,))
     connection.execute("DELETE FROM files WHERE step = ?", (step,))
 

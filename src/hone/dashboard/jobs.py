@@ -48,7 +48,9 @@ KINDS = ("rl", "sft", "vf-rl")
 TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
 PLACES = ("configs", "examples")  # below the root, where recipes are looked for
 MOST = 300  # recipes that are listed
-CHECKPOINTS = 25  # steps between checkpoints where a configuration has none: what is stopped can go on
+CHECKPOINTS = (
+    25  # steps between checkpoints where a configuration has none: what is stopped can go on
+)
 LOOK = 0.3  # seconds between looks at what runs
 LOG = 64 * 1024
 
@@ -91,21 +93,38 @@ class Jobs:
     def describe_lab(self) -> dict[str, Any]:
         """What can be started, and what has been."""
         return {
-            "commands": KINDS, "recipes": [name for name, _ in self._find_recipes()], "jobs": self.list_jobs(),
-            "slurm": shutil.which("sbatch") is not None, "home": str(self.home),
-        }  # fmt: skip
+            "commands": KINDS,
+            "recipes": [name for name, _ in self._find_recipes()],
+            "jobs": self.list_jobs(),
+            "slurm": shutil.which("sbatch") is not None,
+            "home": str(self.home),
+        }
 
     def _find_recipes(self) -> list[tuple[str, Path]]:
         """TOML files below the root's folders of them, and those that come with Hone."""
-        own = [file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]]
-        found = [(file.relative_to(self.home).as_posix(), file) for file in own if is_below(self.home, file)]
+        own = [
+            file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]
+        ]
+        found = [
+            (file.relative_to(self.home).as_posix(), file)
+            for file in own
+            if is_below(self.home, file)
+        ]
         shipped = sorted(TEMPLATES.rglob("*.toml"))
-        return found + [(f"hone: {file.relative_to(TEMPLATES).as_posix()}", file) for file in shipped]
+        return found + [
+            (f"hone: {file.relative_to(TEMPLATES).as_posix()}", file) for file in shipped
+        ]
 
     def read_recipe(self, name: str) -> dict[str, str]:
         """Its text, and which command it is for, as far as that shows. Raises KeyError."""
         text = dict(self._find_recipes())[name].read_text(errors="replace")
-        guess = "vf-rl" if "vf-rl" in name or "[trainer.args]" in text else "sft" if "sft" in Path(name).name else "rl"
+        guess = (
+            "vf-rl"
+            if "vf-rl" in name or "[trainer.args]" in text
+            else "sft"
+            if "sft" in Path(name).name
+            else "rl"
+        )
         return {"toml": text, "command": guess}
 
     def check_config(self, command: str, toml: str) -> dict[str, Any]:
@@ -120,9 +139,15 @@ class Jobs:
             except (ValueError, ConnectionError, tomllib.TOMLDecodeError) as error:
                 return {"ok": False, "error": str(error).replace(f"{file}", file.name)}
         resolved = config.resolve_config().model_dump(mode="json")
-        return {"ok": True, "max_steps": resolved.get("max_steps"), "model": (resolved.get("model") or {}).get("name")}
+        return {
+            "ok": True,
+            "max_steps": resolved.get("max_steps"),
+            "model": (resolved.get("model") or {}).get("name"),
+        }
 
-    def start_run(self, command: str, toml: str, output_dir: str, where: str, more: str) -> dict[str, Any]:
+    def start_run(
+        self, command: str, toml: str, output_dir: str, where: str, more: str
+    ) -> dict[str, Any]:
         """Puts a run at the end of the line, or submits it. Raises ValueError."""
         checked = self.check_config(command, toml)
         if not checked["ok"]:
@@ -138,8 +163,13 @@ class Jobs:
             directory = place.relative_to(self.root).as_posix()
             kind = kind_of(command)
             if (place / f"run_{kind}.json").exists():
-                raise ValueError(f"{directory} holds an earlier {kind} run; take another directory, or resume that run")
-            if any(job.output_dir == directory and job.state in ("queued", "running") for job in self._read_jobs()):
+                raise ValueError(
+                    f"{directory} holds an earlier {kind} run; take another directory, or resume that run"
+                )
+            if any(
+                job.output_dir == directory and job.state in ("queued", "running")
+                for job in self._read_jobs()
+            ):
                 raise ValueError(f"{directory} is the directory of another job that waits or runs")
             own = self.directory / name
             own.mkdir(parents=True)
@@ -149,14 +179,22 @@ class Jobs:
                 self._submit_job(job)
             return self._line_up(job)
 
-    def start_evaluation(self, run: Run, weights: Path, config: dict[str, Any], examples: int) -> dict[str, Any]:
+    def start_evaluation(
+        self, run: Run, weights: Path, config: dict[str, Any], examples: int
+    ) -> dict[str, Any]:
         """Puts an evaluation of a run's weights, on its own environment, at the end of the line. Raises ValueError."""
         env = next(iter(environments_of(config)), {})
         if run.kind != "rl" or not isinstance(env.get("id"), str):
-            raise ValueError("evaluated are weights of rl runs, whose configuration names an environment")
+            raise ValueError(
+                "evaluated are weights of rl runs, whose configuration names an environment"
+            )
         sampling = orchestrator_keys(config).get("sampling") or {}
-        asked = {"env": env["id"], "args": env.get("args") or {}, "n": max(1, min(examples, 10_000)),
-                 "max_tokens": sampling.get("max_tokens")}  # fmt: skip
+        asked = {
+            "env": env["id"],
+            "args": env.get("args") or {},
+            "n": max(1, min(examples, 10_000)),
+            "max_tokens": sampling.get("max_tokens"),
+        }
         with self._lock:
             name = self._new_name("vf-eval")
             (self.directory / name).mkdir(parents=True)
@@ -212,7 +250,9 @@ class Jobs:
             with contextlib.suppress(ValueError, TypeError, IndexError, RecursionError):
                 job = Job(**json.loads(read_text(self.root, file)))
                 if not self._is_own(job, file.parent.name):
-                    job = Job(file.parent.name, "foreign", str(job.output_dir), state="foreign", begun="")
+                    job = Job(
+                        file.parent.name, "foreign", str(job.output_dir), state="foreign", begun=""
+                    )
                 found.append(self._as_it_stands(job))
         return found
 
@@ -225,7 +265,10 @@ class Jobs:
 
     def _is_own(self, job: Job, folder: str) -> bool:
         """Return True for a job that a dashboard of this user has written, and nobody else has changed."""
-        is_named = job.name == folder and re.fullmatch(rf"({'|'.join([*KINDS, 'vf-eval'])})-\d+", folder) is not None
+        is_named = (
+            job.name == folder
+            and re.fullmatch(rf"({'|'.join([*KINDS, 'vf-eval'])})-\d+", folder) is not None
+        )
         return is_named and hmac.compare_digest(str(job.signature), self._sign_job(job))
 
     def _sign_job(self, job: Job) -> str:
@@ -239,19 +282,30 @@ class Jobs:
     def _as_it_stands(self, job: Job) -> Job:
         """A job that another dashboard has started runs as long as its run shows that it does."""
         if job.state == "running" and job.name not in self._processes:
-            run = find_runs(self.root / job.output_dir) if (self.root / job.output_dir).is_dir() else {}
-            alive = any(run_status(self.root, one, 0, None) in ("running", "silent") for one in run.values())
+            run = (
+                find_runs(self.root / job.output_dir)
+                if (self.root / job.output_dir).is_dir()
+                else {}
+            )
+            alive = any(
+                run_status(self.root, one, 0, None) in ("running", "silent") for one in run.values()
+            )
             if not (alive and _process_exists(job.pid)):
                 job.state = "stopped"
         return job
 
     def _new_name(self, command: str) -> str:
-        taken = [re.fullmatch(rf"{command}-(\d+)", path.name) for path in self.directory.glob(f"{command}-*")]
+        taken = [
+            re.fullmatch(rf"{command}-(\d+)", path.name)
+            for path in self.directory.glob(f"{command}-*")
+        ]
         return f"{command}-{1 + max((int(match[1]) for match in taken if match), default=0):03d}"
 
     def _write_job(self, job: Job) -> None:
         job.signature = self._sign_job(job)
-        rewrite_file(self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n")
+        rewrite_file(
+            self.directory / job.name / "job.json", json.dumps(asdict(job), indent=2) + "\n"
+        )
 
     def _signal_job(self, name: str, number: signal.Signals) -> dict[str, Any]:
         with self._lock:
@@ -285,7 +339,9 @@ class Jobs:
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
             return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
         words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
-        if job.command == "vf-rl":  # it keeps what it resumes from, and its directory is a key of its file
+        if (
+            job.command == "vf-rl"
+        ):  # it keeps what it resumes from, and its directory is a key of its file
             output = ["--trainer.args.output-dir", self._typed_directory(job)]
         else:
             output = ["--output-dir", self._typed_directory(job)]
@@ -299,7 +355,9 @@ class Jobs:
 
     def _submit_job(self, job: Job) -> None:
         """Raises ValueError with what Slurm, or the command, says against it."""
-        done = subprocess.run(self.command_words(job), cwd=self.home, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            self.command_words(job), cwd=self.home, capture_output=True, text=True, timeout=120
+        )
         (self.directory / job.name / "log.txt").write_text(done.stdout + done.stderr)
         if done.returncode:
             shutil.rmtree(self.directory / job.name)
@@ -349,7 +407,13 @@ class Jobs:
         if process is None or (code := process.poll()) is None:
             return
         job.code = code
-        job.state = "done" if code == 0 else "stopped" if code in (AGAIN, -signal.SIGTERM, 143, 130) else "failed"
+        job.state = (
+            "done"
+            if code == 0
+            else "stopped"
+            if code in (AGAIN, -signal.SIGTERM, 143, 130)
+            else "failed"
+        )
         del self._processes[job.name]
         self._write_job(job)
 
@@ -370,7 +434,9 @@ def signing_key() -> bytes:
             return key
     except OSError:
         pass
-    return secrets.token_bytes(32)  # of this dashboard alone: what it has queued does not outlive it
+    return secrets.token_bytes(
+        32
+    )  # of this dashboard alone: what it has queued does not outlive it
 
 
 def kind_of(command: str) -> str:

@@ -6,11 +6,20 @@ from typing import Any
 
 from hone.dashboard.index import Index
 
-RL = [("Reward", "reward/mean"), ("Entropy, nats a token", "entropy/mean"), ("Mismatch KL", "mismatch_kl/mean"),
-      ("Tokens of a completion", "completion_len/mean"), ("Norm of the gradient", "optim/grad_norm"),
-      ("Seconds of a step", "time/step")]  # fmt: skip
-SFT = [("Loss", "loss/mean"), ("Loss on held-out data", "val/loss"), ("Learning rate", "optim/lr"),
-       ("Norm of the gradient", "optim/grad_norm")]  # fmt: skip
+RL = [
+    ("Reward", "reward/mean"),
+    ("Entropy, nats a token", "entropy/mean"),
+    ("Mismatch KL", "mismatch_kl/mean"),
+    ("Tokens of a completion", "completion_len/mean"),
+    ("Norm of the gradient", "optim/grad_norm"),
+    ("Seconds of a step", "time/step"),
+]
+SFT = [
+    ("Loss", "loss/mean"),
+    ("Loss on held-out data", "val/loss"),
+    ("Learning rate", "optim/lr"),
+    ("Norm of the gradient", "optim/grad_norm"),
+]
 COLOURS = ("#0f766e", "#b45309", "#4338ca", "#be185d", "#4d7c0f", "#0369a1")
 FORMATS = ("png", "svg", "pdf")
 
@@ -23,7 +32,9 @@ def draw_curves(indexes: list[Index], form: str) -> bytes:
         index.update_metrics()
     kinds = {index.run.kind for index in indexes}
     panels = [panel for kind, some in (("rl", RL), ("sft", SFT)) if kind in kinds for panel in some]
-    series = [index.metric_series([name for _, name in panels] + ["reward/std"]) for index in indexes]
+    series = [
+        index.metric_series([name for _, name in panels] + ["reward/std"]) for index in indexes
+    ]
     panels = [panel for panel in dict.fromkeys(panels) if any(panel[1] in one for one in series)]
     if not panels:
         raise ValueError("there is nothing to draw yet: no step is done")
@@ -39,7 +50,9 @@ def draw_curves(indexes: list[Index], form: str) -> bytes:
         axes.set_xlabel("step")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-        if name == "mismatch_kl/mean" and any(v > 0 for one in series for v in one.get(name, [[], []])[1]):
+        if name == "mismatch_kl/mean" and any(
+            v > 0 for one in series for v in one.get(name, [[], []])[1]
+        ):
             axes.set_yscale("log", nonpositive="mask")
         if len(indexes) > 1 and k == 0:
             axes.legend(fontsize=8, frameon=False)
@@ -48,12 +61,23 @@ def draw_curves(indexes: list[Index], form: str) -> bytes:
     return out.getvalue()
 
 
-def _draw_line(axes: Any, name: str, series: dict[str, list[list[float]]], colour: str, label: str) -> None:
+def _draw_line(
+    axes: Any, name: str, series: dict[str, list[list[float]]], colour: str, label: str
+) -> None:
     steps, values = series[name]
-    axes.plot(steps, values, color=colour, linewidth=1.6, label=label, marker="." if len(steps) < 2 else None)
+    axes.plot(
+        steps,
+        values,
+        color=colour,
+        linewidth=1.6,
+        label=label,
+        marker="." if len(steps) < 2 else None,
+    )
     if name == "reward/mean" and len(series.get("reward/std", [[]])[0]) == len(steps):
         spread = series["reward/std"][1]
-        low, high = ([v + sign * s for v, s in zip(values, spread, strict=True)] for sign in (-1, 1))
+        low, high = (
+            [v + sign * s for v, s in zip(values, spread, strict=True)] for sign in (-1, 1)
+        )
         axes.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
 
 

@@ -11,25 +11,42 @@ def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
     turns = [turn for turn in _list_or_empty(row.get("turns")) if isinstance(turn, dict)]
     tokens = sum(
-        len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int_or_zero(turn.get("tokens")) for turn in turns
+        len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int_or_zero(turn.get("tokens"))
+        for turn in turns
     )
     said = "\n".join(_message_text(message) for message in _list_or_empty(row.get("completion")))
     asked = [_message_text(message) for message in _list_or_empty(row.get("prompt"))]
     text = clean_text(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
     text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
     columns = (
-        _int_or_zero(row.get("group", row.get("example_id"))), _int_or_zero(row.get("member", row.get("rollout"))),
-        clean_text(row.get("env")), clean_text(row.get("example_id")), _number_or_zero(row.get("reward")), _number_or_zero(row.get("advantage")),
-        tokens, clean_text(row.get("stop") or ""), clean_text(row.get("error") or "")[:500], clean_text(row.get("unused") or ""),
-        int(bool(row.get("is_truncated"))), _number_or_zero(row.get("seconds")), len(turns),
-        _int_or_zero(turns[0].get("version")) if turns else -1, _mean_logprob(turns), clean_text(said)[:160],
-    )  # fmt: skip
+        _int_or_zero(row.get("group", row.get("example_id"))),
+        _int_or_zero(row.get("member", row.get("rollout"))),
+        clean_text(row.get("env")),
+        clean_text(row.get("example_id")),
+        _number_or_zero(row.get("reward")),
+        _number_or_zero(row.get("advantage")),
+        tokens,
+        clean_text(row.get("stop") or ""),
+        clean_text(row.get("error") or "")[:500],
+        clean_text(row.get("unused") or ""),
+        int(bool(row.get("is_truncated"))),
+        _number_or_zero(row.get("seconds")),
+        len(turns),
+        _int_or_zero(turns[0].get("version")) if turns else -1,
+        _mean_logprob(turns),
+        clean_text(said)[:160],
+    )
     return columns, text
 
 
 def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
     """Of the tokens that the model wrote; none where they are not known."""
-    logprobs = [x for turn in turns for x in _list_or_empty(turn.get("logprobs")) if isinstance(x, (int, float))]
+    logprobs = [
+        x
+        for turn in turns
+        for x in _list_or_empty(turn.get("logprobs"))
+        if isinstance(x, (int, float))
+    ]
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
@@ -37,8 +54,12 @@ def _message_text(message: Any) -> str:
     if not isinstance(message, dict):
         return ""
     content = message.get("content") or ""
-    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
-    return (content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)) + calls
+    calls = (
+        json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
+    )
+    return (
+        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    ) + calls
 
 
 def clean_text(value: Any) -> str:

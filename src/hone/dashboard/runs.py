@@ -17,8 +17,24 @@ from hone.run_directory import RunDirectory
 
 DEPTH = 6  # directories below the root that are looked through
 KINDS = ("rl", "sft")
-PASSED_OVER = {"rollouts", "weights", "checkpoints", "checkpoints_sft", "broadcasts", "logs", "alive", "wandb", "src",
-               "node_modules", "bad_steps", "tensorboard", "configs", "models", "tests", "docs"}  # fmt: skip
+PASSED_OVER = {
+    "rollouts",
+    "weights",
+    "checkpoints",
+    "checkpoints_sft",
+    "broadcasts",
+    "logs",
+    "alive",
+    "wandb",
+    "src",
+    "node_modules",
+    "bad_steps",
+    "tensorboard",
+    "configs",
+    "models",
+    "tests",
+    "docs",
+}
 GONE = 60.0  # seconds of silence after which nobody is expected to come back
 FRESH = 20.0  # seconds since the last line of an evaluation that is taken to be at work
 
@@ -172,5 +188,8 @@ def _file_age(file: Path) -> float | None:
 
 def run_age(run: Run) -> float:
     """Seconds since the run last wrote a row, or was begun."""
-    ages = [_file_age(file) for file in (run.metrics_file, run.manifest_file, run.path / "results.jsonl")]
+    ages = [
+        _file_age(file)
+        for file in (run.metrics_file, run.manifest_file, run.path / "results.jsonl")
+    ]
     return min((one for one in ages if one is not None), default=0.0)

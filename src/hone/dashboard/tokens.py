@@ -48,10 +48,16 @@ class Tokens:
         ordinary text, or a beginning twice; empty where nothing is."""
         if self._tokenizer is None:
             return ""
-        known = {i: str(token.content) for i, token in self._tokenizer.get_added_tokens_decoder().items()}
-        added = {i: content for i, content in known.items() if re.fullmatch(r"[<\[]\S+[>\]]", content)}
+        known = {
+            i: str(token.content) for i, token in self._tokenizer.get_added_tokens_decoder().items()
+        }
+        added = {
+            i: content for i, content in known.items() if re.fullmatch(r"[<\[]\S+[>\]]", content)
+        }
         used = [token for token in prompt if token in added]
-        text = str(self._tokenizer.decode([t for t in prompt if t not in added], skip_special_tokens=False))
+        text = str(
+            self._tokenizer.decode([t for t in prompt if t not in added], skip_special_tokens=False)
+        )
         marks = sorted({*MARK.findall(text)})
         if marks:
             return f"{', '.join(marks[:3])} stands in the prompt as ordinary text: a special token of another tokenizer"
@@ -75,7 +81,9 @@ class Tokens:
                 last = {"ids": [], "sampled": [], "version": []}
                 sequences.append(last)
             between = prompt[len(last["ids"]) :]
-            last["sampled"] += [None] * len(between) + list(turn.get("logprobs") or [None] * len(ids))
+            last["sampled"] += [None] * len(between) + list(
+                turn.get("logprobs") or [None] * len(ids)
+            )
             last["version"] += [None] * len(between) + [turn.get("version")] * len(ids)
             last["ids"] += between + ids
         for i, one in enumerate(sequences):
@@ -87,7 +95,9 @@ class Tokens:
             one["cut"] = max(0, len(one["ids"]) - MOST)
             for key in ("ids", "sampled", "version", "trained", "masked"):
                 one[key] = one[key][:MOST]
-            texts: dict[int, str] = {token: self.token_text(token) for token in {*one["ids"]} if isinstance(token, int)}
+            texts: dict[int, str] = {
+                token: self.token_text(token) for token in {*one["ids"]} if isinstance(token, int)
+            }
             one["text"] = [texts.get(token, "?") for token in one["ids"]]
         return sequences
 
@@ -99,8 +109,12 @@ def _load_tokens(file: Path | None, _stamp: int) -> Tokens:
 
 def _find_tokenizer(root: Path, run: Run) -> tuple[Path | None, int]:
     """A tokenizer.json of the run, and when it was written."""
-    places = [run.path / "configs", *steps_in(run.path / "weights").values(), *checkpoints_in(run.path).values(),
-              run.path / "broadcasts" / "text"]  # fmt: skip
+    places = [
+        run.path / "configs",
+        *steps_in(run.path / "weights").values(),
+        *checkpoints_in(run.path).values(),
+        run.path / "broadcasts" / "text",
+    ]
     for place in places:
         file = place / "tokenizer.json"
         if is_below(root, file):

@@ -68,14 +68,22 @@ class Runs:
         step, most = (int(steps[-1]) if steps else 0), config.get("max_steps")
         model = config.get("model") if isinstance(config.get("model"), dict) else {}
         found = {
-            "id": run.id, "kind": run.kind, "name": run.path.name if run.id[0] != "." else self.root.name,
-            "place": run.id.rpartition(":")[0], "status": run_status(self.root, run, step, most), "step": step,
-            "max_steps": most, "metric": metric, "spark": values, "age": run_age(run),
+            "id": run.id,
+            "kind": run.kind,
+            "name": run.path.name if run.id[0] != "." else self.root.name,
+            "place": run.id.rpartition(":")[0],
+            "status": run_status(self.root, run, step, most),
+            "step": step,
+            "max_steps": most,
+            "metric": metric,
+            "spark": values,
+            "age": run_age(run),
             "model": clean_text((model or {}).get("name") or about.get("model") or ""),
             "env": ", ".join(_env_names(environments_of(config))),
-            "device": clean_text(about.get("device") or ""), "fork": self.fork_origin(about.get("fork")),
+            "device": clean_text(about.get("device") or ""),
+            "fork": self.fork_origin(about.get("fork")),
             "started": about.get("started"),
-        }  # fmt: skip
+        }
         if run.kind == "eval":
             reward = about.get("reward")
             found |= {
@@ -89,18 +97,32 @@ class Runs:
         if not isinstance(fork, dict):
             return None
         place = Path(str(fork.get("run")))
-        name = place.relative_to(self.root).as_posix() if place.is_relative_to(self.root) else str(place)
+        name = (
+            place.relative_to(self.root).as_posix()
+            if place.is_relative_to(self.root)
+            else str(place)
+        )
         return {"run": clean_text(name), "step": fork.get("step"), "changed": fork.get("changed")}
 
     def run_detail(self, name: str) -> dict[str, Any]:
         run, index = self.get_run(name)
-        configs = {
-            file.stem: read_text(self.root, file) for file in sorted((run.path / "configs").glob("*.toml"))
-        } if run.kind != "eval" else {"metadata": read_text(self.root, run.manifest_file)}  # fmt: skip
+        configs = (
+            {
+                file.stem: read_text(self.root, file)
+                for file in sorted((run.path / "configs").glob("*.toml"))
+            }
+            if run.kind != "eval"
+            else {"metadata": read_text(self.root, run.manifest_file)}
+        )
         return {
-            **self.run_line(run), "components": component_ages(run), "configs": configs, "logs": self.log_names(run),
-            "checkpoints": self.list_checkpoints(run), "names": index.metric_names(), "about": read_json(self.root, run.manifest_file),
-        }  # fmt: skip
+            **self.run_line(run),
+            "components": component_ages(run),
+            "configs": configs,
+            "logs": self.log_names(run),
+            "checkpoints": self.list_checkpoints(run),
+            "names": index.metric_names(),
+            "about": read_json(self.root, run.manifest_file),
+        }
 
     def update_run(self, name: str) -> bool:
         """Takes in what a run has written since; in a thread of its own, since the first time may take a minute.
@@ -114,14 +136,25 @@ class Runs:
     def log_names(self, run: Run) -> list[str]:
         """Names of its logs, as `orchestrator.log`."""
         places = [run.path / "logs", run.path / "runs"]
-        return sorted({file.name for place in places for file in place.glob("*.log") if is_below(self.root, file)})
+        return sorted(
+            {
+                file.name
+                for place in places
+                for file in place.glob("*.log")
+                if is_below(self.root, file)
+            }
+        )
 
     def read_log(self, name: str, log: str) -> dict[str, Any]:
         """The end of one of its logs. Raises KeyError for a name that is none of them."""
         run, _ = self.get_run(name)
         if log not in self.log_names(run):
             raise KeyError(log)
-        file = next(file for file in (run.path / "logs" / log, run.path / "runs" / log) if is_below(self.root, file))
+        file = next(
+            file
+            for file in (run.path / "logs" / log, run.path / "runs" / log)
+            if is_below(self.root, file)
+        )
         text, start = read_end(self.root, file, LOG)
         return {"text": text, "start": start}
 
@@ -130,12 +163,22 @@ class Runs:
         if run.kind == "eval":
             return []
         directory = RunDirectory(run.path, run.kind)
-        places = [("weights", steps_in(directory.weights)), ("weights", checkpoints_in(run.path)),
-                  ("checkpoint", steps_in(directory.checkpoints))]  # fmt: skip
+        places = [
+            ("weights", steps_in(directory.weights)),
+            ("weights", checkpoints_in(run.path)),
+            ("checkpoint", steps_in(directory.checkpoints)),
+        ]
         return [
-            {"kind": kind, "step": step, "name": path.relative_to(run.path).as_posix(), "bytes": _directory_bytes(path)}
-            for kind, found in places for step, path in found.items() if not path.is_symlink()
-        ]  # fmt: skip
+            {
+                "kind": kind,
+                "step": step,
+                "name": path.relative_to(run.path).as_posix(),
+                "bytes": _directory_bytes(path),
+            }
+            for kind, found in places
+            for step, path in found.items()
+            if not path.is_symlink()
+        ]
 
     def find_checkpoint(self, name: str, place: str) -> Path:
         """The directory of one of its checkpoints. Raises KeyError for what is none of them."""
@@ -153,7 +196,11 @@ class Runs:
             return None
         at, tokens = found["at"], Tokens.of_run(self.root, run)
         seen = read_trained(index.file_of(at["step"]).parent).get((at["grp"], at["member"]), [])
-        return {**found, "sequences": tokens.trained_sequences(found.get("turns"), seen), "decoded": tokens.is_known}
+        return {
+            **found,
+            "sequences": tokens.trained_sequences(found.get("turns"), seen),
+            "decoded": tokens.is_known,
+        }
 
     def examine_run(self, name: str) -> dict[str, Any]:
         index = self.get_run(name)[1]
@@ -167,4 +214,8 @@ def _env_names(envs: list[dict[str, Any]]) -> list[str]:
 
 
 def _directory_bytes(directory: Path) -> int:
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and not file.is_symlink())
+    return sum(
+        file.stat().st_size
+        for file in directory.rglob("*")
+        if file.is_file() and not file.is_symlink()
+    )

@@ -37,11 +37,15 @@ class Admission:
         def plan_sequence(sequence: Sequence) -> None:
             nonlocal budget
             end = min(len(sequence.prompt_ids), sequence.computed + budget)
-            stretch = Stretch(sequence.prompt_ids, sequence.pages, sequence.computed, end, sequence.adapter)
+            stretch = Stretch(
+                sequence.prompt_ids, sequence.pages, sequence.computed, end, sequence.adapter
+            )
             planned.append((sequence, stretch))
             budget -= end - sequence.computed
             if sequence.is_of_one_policy:
-                self.pool.remember_pages(sequence.prompt_ids[:end], sequence.pages, sequence.adapter)
+                self.pool.remember_pages(
+                    sequence.prompt_ids[:end], sequence.pages, sequence.adapter
+                )
 
         for sequence in self.prefilling:
             if budget > 0:
@@ -87,7 +91,9 @@ class Admission:
         for sequence, stretch in planned:
             first = stretch.start // self.pool.size
             turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
-            turns.update(dict.fromkeys(stretch.pages[first : self.pool.pages_needed(stretch.end)], turn))
+            turns.update(
+                dict.fromkeys(stretch.pages[first : self.pool.pages_needed(stretch.end)], turn)
+            )
             parts[turn, stretch.adapter > 0].append((sequence, stretch))
         return [parts[key] for key in sorted(parts)]
 

@@ -24,26 +24,41 @@ PAGE = {"cuda": 64, "cpu": 16}
 
 
 class KVCache:
-    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int
+    ) -> None:
         """Room for that many tokens."""
         size, self.hidden_size = PAGE.get(device.type, 16), spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
-        shape = (spec.num_hidden_layers, 2, self.pool.pages, size, spec.num_key_value_heads, spec.head_dim)
+        shape = (
+            spec.num_hidden_layers,
+            2,
+            self.pool.pages,
+            size,
+            spec.num_key_value_heads,
+            spec.head_dim,
+        )
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
         self.store = untouched_zeros(shape, dtype, device)
 
         # Which experts each token went through, plus 1; 0: not known. In pages like its keys, so that they go together.
         cells = self.pool.pages * size
         self.routing = (
-            untouched_zeros((cells, spec.routed_experts), torch.int16, device) if spec.routed_experts else None
+            untouched_zeros((cells, spec.routed_experts), torch.int16, device)
+            if spec.routed_experts
+            else None
         )
 
-    def note_routing(self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None) -> None:
+    def note_routing(
+        self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
+    ) -> None:
         """After a forward of tokens with these cells, of which the last block kept some."""
         if self.routing is None:
             return
         routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
-        for mixture, own_TK in zip(model.expert_layers, routing_TR.chunk(len(model.expert_layers), 1), strict=True):
+        for mixture, own_TK in zip(
+            model.expert_layers, routing_TR.chunk(len(model.expert_layers), 1), strict=True
+        ):
             assert mixture.chosen_TK is not None
             is_whole = kept_N is None or mixture is not model.expert_layers[-1]
             own_TK[slice(None) if is_whole else kept_N] = (mixture.chosen_TK + 1).to(torch.int16)
@@ -62,10 +77,14 @@ class KVCache:
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
         """The first `tokens` of each page, or all."""
         here, there = (to_device(pages, self.store.device) for pages in (source, target))
-        wide = self.store.flatten(4).view(torch.int64)  # the wider an element, the fewer there are to be looked up
+        wide = self.store.flatten(4).view(
+            torch.int64
+        )  # the wider an element, the fewer there are to be looked up
         copied = [(wide[:, :, :, :tokens], 2)]
         if self.routing is not None:
-            copied.append((self.routing.view(-1, self.pool.size, self.routing.shape[1])[:, :tokens], 0))
+            copied.append(
+                (self.routing.view(-1, self.pool.size, self.routing.shape[1])[:, :tokens], 0)
+            )
         for pages, dimension in copied:
             pages.index_copy_(dimension, there, pages.index_select(dimension, here))
 
@@ -82,12 +101,25 @@ class DecodeAttention:
         if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             from hone.kernels.gpu.decode import decode
 
-            scales, tables = (heads.q_scale_E, heads.k_scale_E), (heads.rotation.cos_PE, heads.rotation.sin_PE)
+            scales, tables = (
+                (heads.q_scale_E, heads.k_scale_E),
+                (heads.rotation.cos_PE, heads.rotation.sin_PE),
+            )
             where = (rows.active_B, rows.state, rows.table)
             return decode(
-                qkv_BNE, *scales, *tables, heads.eps, heads.H, keys, values, *where, rows.shared,
-                rows.divided, rows.is_long, self.cache.hidden_size,
-            )  # fmt: skip
+                qkv_BNE,
+                *scales,
+                *tables,
+                heads.eps,
+                heads.H,
+                keys,
+                values,
+                *where,
+                rows.shared,
+                rows.divided,
+                rows.is_long,
+                self.cache.hidden_size,
+            )
         q, k, v = heads(qkv_BNE)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)

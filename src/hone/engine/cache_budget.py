@@ -9,8 +9,14 @@ from hone import machine
 from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
-CPU_GIB, CPU_SHARE = 8.0, 4  # on a CPU: at most so many, and at most one part in so many of the machine's memory
-FEW, MANY = 256, 1024  # sequences that decode at once by default: FEW on any device, up to MANY if memory allows
+CPU_GIB, CPU_SHARE = (
+    8.0,
+    4,
+)  # on a CPU: at most so many, and at most one part in so many of the machine's memory
+FEW, MANY = (
+    256,
+    1024,
+)  # sequences that decode at once by default: FEW on any device, up to MANY if memory allows
 log = logging.getLogger("hone")
 
 
@@ -19,7 +25,9 @@ class Room(TypedDict):
     kv_cache_gib: float
 
 
-def plan_cache(config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0) -> Room:
+def plan_cache(
+    config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0
+) -> Room:
     """As configured, else as the model's device has room for sequences of `length` tokens.
 
     `length` None: up to the model's own limit, or as long as there is room for. `reserved`: bytes that this process
@@ -32,14 +40,17 @@ def plan_cache(config: EngineConfig, model: Transformer, length: int | None, res
         most = min(gib, batch * tokens * model.spec.cache_numbers * weight.dtype.itemsize / 2**30)
         log.info(
             "Up to %d sequences decode at once; their keys and values take up to %.2f GiB of memory, page by page",
-            batch, most,
-        )  # fmt: skip
+            batch,
+            most,
+        )
         return Room(max_batch_size=batch, kv_cache_gib=gib)
     free, total = torch.cuda.mem_get_info(weight.device)
     free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
-    return plan_gpu_cache(config, of_sequence, free, total, reserved, least=of_sequence if length else of_token)
+    return plan_gpu_cache(
+        config, of_sequence, free, total, reserved, least=of_sequence if length else of_token
+    )
 
 
 def cpu_gib() -> float:
@@ -47,7 +58,9 @@ def cpu_gib() -> float:
     return min(CPU_GIB, machine.usable_memory() / CPU_SHARE / 2**30)
 
 
-def plan_gpu_cache(config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int) -> Room:
+def plan_gpu_cache(
+    config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
+) -> Room:
     """`room` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
     gib = config.kv_cache_gib
     if gib is None:
@@ -63,6 +76,8 @@ def plan_gpu_cache(config: EngineConfig, of_sequence: int, free: int, total: int
     batch = config.max_batch_size or min(max(FEW, sequences), MANY)
     log.info(
         "Up to %d sequences decode at once; their keys and values take %.1f of the GPU's %.0f GiB",
-        batch, min(gib, batch * of_sequence / 2**30), total / 2**30,
-    )  # fmt: skip
+        batch,
+        min(gib, batch * of_sequence / 2**30),
+        total / 2**30,
+    )
     return Room(max_batch_size=batch, kv_cache_gib=gib)

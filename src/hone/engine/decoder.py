@@ -22,7 +22,9 @@ from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters
 from hone.models.transformer import Transformer
 
-PACKED_STEPS = 16  # of a small model on a CPU in one call: Python around each takes as long as one of them
+PACKED_STEPS = (
+    16  # of a small model on a CPU in one call: Python around each takes as long as one of them
+)
 
 
 class Decoder:
@@ -37,9 +39,15 @@ class Decoder:
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
         """How many steps `step` takes in one call."""
-        return PACKED_STEPS if self.packed is not None and not has_adapters and kind == Sampler.PLAIN else 1
+        return (
+            PACKED_STEPS
+            if self.packed is not None and not has_adapters and kind == Sampler.PLAIN
+            else 1
+        )
 
-    def decode_step(self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1) -> Tensor | None:
+    def decode_step(
+        self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1
+    ) -> Tensor | None:
         """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
         the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
@@ -48,16 +56,24 @@ class Decoder:
             if kind == Sampler.PLAIN:
                 self.packed.decode_steps(rows, steps, self.slots)
                 return None
-            return self.draw_tokens(self.packed.decode_rows(rows), active_B, kind, advance=True, is_logits=True)
+            return self.draw_tokens(
+                self.packed.decode_rows(rows), active_B, kind, advance=True, is_logits=True
+            )
         attention = DecodeAttention(self.cache, rows)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.stays_on_device:
                 from hone.kernels.gpu.row_kernels import newest_embeddings
 
-                x_BD, positions_B = newest_embeddings(self.model.embed.weight, active_B, state), None
+                x_BD, positions_B = (
+                    newest_embeddings(self.model.embed.weight, active_B, state),
+                    None,
+                )
             else:
                 state_BF = state[active_B]
-                x_BD, positions_B = self.model.embed(state_BF[:, column.LAST]), state_BF[:, column.LENGTH]
+                x_BD, positions_B = (
+                    self.model.embed(state_BF[:, column.LAST]),
+                    state_BF[:, column.LENGTH],
+                )
             hidden_BD = self.model.forward_embedded(x_BD, positions_B, attention)
         if self.cache.routing is not None:
             size, length_B = self.cache.pool.size, state[active_B, column.LENGTH]

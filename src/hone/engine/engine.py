@@ -76,7 +76,10 @@ def _slots_of(sequences: list[Sequence]) -> NDArray[np.int64]:
 
 
 class Engine:
-    """Generation over the trainer's own model. Not thread-safe: one thread owns it (see `inference/engine_service.py`)."""
+    """Generation over the trainer's own model.
+
+    Not thread-safe: one thread owns it (see `inference/engine_service.py`).
+    """
 
     def __init__(
         self,
@@ -89,14 +92,21 @@ class Engine:
         version: int = 0,
         stand_in: bool = False,
     ) -> None:
-        """`stand_in`: whether CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`), for requests that
+        """`stand_in`: whether CUDA graphs of larger work may do smaller work
+        (`kernels/cuda_graphs.py`), for requests that
         are computed together as their timing has it anyway."""
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
-            raise ValueError(f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}")
+            raise ValueError(
+                f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}"
+            )
         self.model, self.device = model, weight.device
-        self.max_batch_size, self.configured_len, self.kv_cache_gib = max_batch_size, max_model_len, kv_cache_gib
+        self.max_batch_size, self.configured_len, self.kv_cache_gib = (
+            max_batch_size,
+            max_model_len,
+            kv_cache_gib,
+        )
         self.prefill_tokens, self.stand_in = prefill_tokens, stand_in
         # The cache has room for what is allowed, and for no more than all slots can fill.
         allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
@@ -110,15 +120,27 @@ class Engine:
         self.cache = KVCache(spec, weight.dtype, self.device, tokens)
         self.pool = self.cache.pool
         self.slots = Slots(
-            max_batch_size, self.max_model_len, self.pool.pages_needed(self.max_model_len), STOPS, self.device
+            max_batch_size,
+            self.max_model_len,
+            self.pool.pages_needed(self.max_model_len),
+            STOPS,
+            self.device,
         )
         self.decoder = Decoder(model, self.cache, self.slots)
-        self.sampler, self.adapters, self.packed = self.decoder.sampler, self.decoder.adapters, self.decoder.packed
+        self.sampler, self.adapters, self.packed = (
+            self.decoder.sampler,
+            self.decoder.adapters,
+            self.decoder.packed,
+        )
         self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
         # Captured passes mix by torch's attention, which has an order of its own.
         captured = None if numerics.keeps_order("attention") else self.captured
         self.prefill = Prefill(model, self.cache, self.adapters, captured)
-        self.graphs = DecodeGraphs(self.decoder, self.captured, max_batch_size) if self.captured is not None else None
+        self.graphs = (
+            DecodeGraphs(self.decoder, self.captured, max_batch_size)
+            if self.captured is not None
+            else None
+        )
         self.version = version
         self.completions = self.tokens_read = self.tokens_written = (
             0  # handed over so far, tokens of their prompts, theirs
@@ -160,12 +182,18 @@ class Engine:
                 f"This model's maximum context length is {self.max_model_len} tokens, "
                 f"the prompt alone has {len(request.prompt_ids)}"
             )
-        beyond = max(request.prompt_ids) if min(request.prompt_ids) >= 0 else min(request.prompt_ids)
+        beyond = (
+            max(request.prompt_ids) if min(request.prompt_ids) >= 0 else min(request.prompt_ids)
+        )
         if not 0 <= beyond < self.sampler.vocab_size:
-            raise ValueError(f"the model has no token {beyond}: its vocabulary is {self.sampler.vocab_size}")
+            raise ValueError(
+                f"the model has no token {beyond}: its vocabulary is {self.sampler.vocab_size}"
+            )
         deadline = None if request.timeout is None else time.monotonic() + request.timeout
         adapter = self.adapters.number_of(request.adapter)
-        sequence = Sequence(request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter)
+        sequence = Sequence(
+            request, on_finish, min(request.sampling.max_tokens, room), deadline, adapter
+        )
         self._has_deadlines |= deadline is not None
         self.admission.waiting.append(sequence)
         return sequence
@@ -176,7 +204,8 @@ class Engine:
             self._process_results()
             if sequence in self.decoding:
                 self._finish_sequences(
-                    [(sequence, self._generated_count(sequence), reason)], self.slots.take_snapshot()
+                    [(sequence, self._generated_count(sequence), reason)],
+                    self.slots.take_snapshot(),
                 )
         elif self.admission.withdraw_request(sequence):
             self._hand_over(sequence, 0, reason)
@@ -187,9 +216,13 @@ class Engine:
         wanted = [s for s in self.decoding if s.request.name in known]
         if not wanted:
             return {}
-        self._read_tokens([(s, self._generated_count(s)) for s in wanted], self.slots.take_snapshot())
+        self._read_tokens(
+            [(s, self._generated_count(s)) for s in wanted], self.slots.take_snapshot()
+        )
         return {
-            s.request.name: s.build_completion(self._generated_count(s), "").token_range(known[s.request.name])
+            s.request.name: s.build_completion(self._generated_count(s), "").token_range(
+                known[s.request.name]
+            )
             for s in wanted
         }
 
@@ -242,7 +275,9 @@ class Engine:
         Requests under way go on with it, as they do with new weights. Raises ValueError for what does not fit.
         """
         if any(lora_modules(self.model)):
-            raise ValueError(f"adapter {name}: the model has one that is being trained; it takes no others")
+            raise ValueError(
+                f"adapter {name}: the model has one that is being trained; it takes no others"
+            )
         self.adapters.load_adapter(name, read_adapter(directory))
         self.set_version(self.version)  # what was computed with the old one is not used again
         self._drop_graphs()
@@ -269,7 +304,9 @@ class Engine:
             for sequence in [s for s in self.live_sequences() if s.is_late]:
                 self.abort_request(sequence, "timeout")
         budget = self.prefill_tokens
-        while budget > 0 and (planned := self.admission.plan_prefill(admit, min(budget, PASS_TOKENS))):
+        while budget > 0 and (
+            planned := self.admission.plan_prefill(admit, min(budget, PASS_TOKENS))
+        ):
             for part in [planned] if self.packed is None else self.admission.split_plan(planned):
                 self._run_prefill(part)
             budget -= sum(stretch.end - stretch.start for _, stretch in planned)
@@ -292,7 +329,9 @@ class Engine:
         stretches = [stretch for _, stretch in planned]
         packed = None if stretches[0].adapter else self.packed
         result = (
-            self.prefill.run_stretches(stretches, last) if packed is None else packed.prefill_stretches(stretches, last)
+            self.prefill.run_stretches(stretches, last)
+            if packed is None
+            else packed.prefill_stretches(stretches, last)
         )
         if not started:
             return
@@ -303,7 +342,9 @@ class Engine:
             result = result[which_B]
         self.admission.finish_prefill(leaders)
         kind = Sampler.kind_of_batch(started)
-        logits_BV = self.decoder.draw_tokens(result, active_B, kind, advance=False, is_logits=packed is not None)
+        logits_BV = self.decoder.draw_tokens(
+            result, active_B, kind, advance=False, is_logits=packed is not None
+        )
         self._note_alternatives(logits_BV, active_B, started)
         for sequence in started:
             sequence.versions.append((0, self.version))
@@ -312,7 +353,9 @@ class Engine:
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
             watched = [i for i, s in enumerate(started) if s.is_watched]
-            self._process_look(_Look(started, _slots_of(started), watched, self.slots.take_snapshot()))
+            self._process_look(
+                _Look(started, _slots_of(started), watched, self.slots.take_snapshot())
+            )
 
     def _run_decode(self) -> None:
         if self._has_changed:
@@ -333,7 +376,9 @@ class Engine:
             self.steps += steps
             if turn.window == 1:
                 self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
-            self._under_way = _Look(self.decoding, turn.slots, turn.watched, self.slots.take_snapshot())
+            self._under_way = _Look(
+                self.decoding, turn.slots, turn.watched, self.slots.take_snapshot()
+            )
         if before is not None:
             self._process_look(before)
             if self.steps >= turn.last_step:  # the device computes the last tokens of all
@@ -343,10 +388,15 @@ class Engine:
 
     def _next_turn(self) -> "_Turn":
         """What holds until sequences come or go; tells the device who decodes."""
-        slots = [s.slot for s in self.decoding] + [self.slots.count] * (self.max_batch_size - len(self.decoding))
+        slots = [s.slot for s in self.decoding] + [self.slots.count] * (
+            self.max_batch_size - len(self.decoding)
+        )
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
-        kind, has_adapters = Sampler.kind_of_batch(self.decoding), any(s.adapter for s in self.decoding)
+        kind, has_adapters = (
+            Sampler.kind_of_batch(self.decoding),
+            any(s.adapter for s in self.decoding),
+        )
         each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
         at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW
         return _Turn(
@@ -360,7 +410,9 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------- the end
 
-    def _note_alternatives(self, logits_BV: Tensor | None, active_B: Tensor, sequences: list[Sequence]) -> None:
+    def _note_alternatives(
+        self, logits_BV: Tensor | None, active_B: Tensor, sequences: list[Sequence]
+    ) -> None:
         wanted = [i for i, s in enumerate(sequences) if s.request.sampling.top_logprobs]
         if logits_BV is None or not wanted:
             return
@@ -385,7 +437,10 @@ class Engine:
         tells the sampler what those may draw next that are told token by token (`request.allows`)."""
         state, sequences = look.snapshot.on_host(), look.sequences
         ended = state[look.slots, column.DONE]
-        done, watched = look.running_indices(ended.nonzero()[0].tolist()), look.running_indices(look.watched)
+        done, watched = (
+            look.running_indices(ended.nonzero()[0].tolist()),
+            look.running_indices(look.watched),
+        )
         if not done and not watched:
             return
         counts: list[int] = state[look.slots, column.COUNT].tolist()
@@ -400,7 +455,9 @@ class Engine:
                 elif request.allows is not None and i not in reasons:
                     self.sampler.allow_next(sequences[i], so_far)
         if reasons:
-            self._finish_sequences([(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot)
+            self._finish_sequences(
+                [(sequences[i], counts[i], reason) for i, reason in reasons.items()], look.snapshot
+            )
 
     def _read_ahead(self, look: _Look) -> None:
         """Reads what sequences that go on had by then, and remembers their pages, so that the end is quick."""
@@ -417,7 +474,9 @@ class Engine:
         if not behind:
             return
         first, end = min(len(s.ids) for s, _ in behind), max(n for _, n in behind)
-        tokens, logprobs = self.slots.generated_tokens([s.slot for s, _ in behind], first, end, snapshot)
+        tokens, logprobs = self.slots.generated_tokens(
+            [s.slot for s, _ in behind], first, end, snapshot
+        )
         for (s, n), ids, values in zip(behind, tokens, logprobs, strict=True):
             new = slice(len(s.ids) - first, n - first)
             s.ids += ids[new]
@@ -427,7 +486,9 @@ class Engine:
         """Lets others use the full pages of what the host has read. The newest token has no key yet."""
         full = (len(sequence.prompt_ids) + len(sequence.ids) - 1) // self.pool.size
         if sequence.is_of_one_policy and full > sequence.remembered:
-            self.pool.remember_pages([*sequence.prompt_ids, *sequence.ids[:-1]], sequence.pages, sequence.adapter)
+            self.pool.remember_pages(
+                [*sequence.prompt_ids, *sequence.ids[:-1]], sequence.pages, sequence.adapter
+            )
             sequence.remembered = full
 
     def _finish_sequences(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
@@ -438,7 +499,9 @@ class Engine:
         self._has_changed = True
         for sequence, n, reason in ended:
             self._remember_pages(sequence)
-            sequence.routing = self.cache.routing_of(sequence.pages, len(sequence.prompt_ids) + n - 1)
+            sequence.routing = self.cache.routing_of(
+                sequence.pages, len(sequence.prompt_ids) + n - 1
+            )
             self.admission.release_sequence(sequence)
             self._hand_over(sequence, n, reason)
 

@@ -28,8 +28,12 @@ from hone.kernels.pinned_memory import to_device
 if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
-WORTH_SHARING = 4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
-ENOUGH_BLOCKS = 100  # of the kernel that reads shared pages: shorter stretches cost more to put together
+WORTH_SHARING = (
+    4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
+)
+ENOUGH_BLOCKS = (
+    100  # of the kernel that reads shared pages: shorter stretches cost more to put together
+)
 # Into how many parts a sequence is divided: the first of these that makes no more blocks than there are
 # multiprocessors, of PART tokens or longer; or else it is one piece.
 PARTS = (32, 16, 8, 4, 2)
@@ -68,11 +72,15 @@ class DecodeGraphs:
         self.decoder, self.captured, self.most_rows = decoder, captured, most_rows
         self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
-        self.arrived = torch.zeros((most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device)
+        self.arrived = torch.zeros(
+            (most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device
+        )
         self.key: Key | None = None
         self.looks_again: float = 0  # at this step of the engine
 
-    def set_batch(self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int) -> None:
+    def set_batch(
+        self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int
+    ) -> None:
         """From now on these sequences decode, which are the active slots; `step`: of the engine, so far.
 
         To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
@@ -84,7 +92,11 @@ class DecodeGraphs:
         for _, _, members in plan:
             for row in members:
                 taken[row] += 1
-        parts = gpu.power_of_2(max(taken.values())) if taken else self._choose_parts(B, sum(lengths) / len(lengths))
+        parts = (
+            gpu.power_of_2(max(taken.values()))
+            if taken
+            else self._choose_parts(B, sum(lengths) / len(lengths))
+        )
         stretches = gpu.power_of_2(len(plan)) if plan else 0
         self.looks_again = math.inf if plan else step + SOON
         is_long = not plan and self.is_long(B, max(lengths), parts)
@@ -102,7 +114,11 @@ class DecodeGraphs:
         """Of the graph that does this: its own, or the next larger one."""
         if key in self.captured:
             return key
-        larger = [k.rows for k in self.captured if isinstance(k, Key) and k.rows > key.rows and key.is_like(k)]
+        larger = [
+            k.rows
+            for k in self.captured
+            if isinstance(k, Key) and k.rows > key.rows and key.is_like(k)
+        ]
         if larger and not key.stretches:
             spare = steps * (1 - key.rows / min(larger))
             if self.captured.may_stand_in(key, spare, PAYS_FOR_GRAPH):
@@ -115,7 +131,9 @@ class DecodeGraphs:
         Empty where sharing would save little."""
         from hone.kernels.gpu.decode import MEMBERS
 
-        if numerics.keeps_order("attention"):  # each sequence by itself, from its first token to its last
+        if numerics.keeps_order(
+            "attention"
+        ):  # each sequence by itself, from its first token to its last
             return []
         size, heads = self.decoder.cache.pool.size, self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -127,12 +145,18 @@ class DecodeGraphs:
         if sum(full * size * (len(rows) - 1) for (full, _), rows in shared.items()) < WORTH_SHARING:
             return []
         crowds = [
-            (full, rows[i : i + MEMBERS]) for (full, _), rows in shared.items() for i in range(0, len(rows), MEMBERS)
+            (full, rows[i : i + MEMBERS])
+            for (full, _), rows in shared.items()
+            for i in range(0, len(rows), MEMBERS)
         ]
         length = max([8, *(gpu.power_of_2(-(-full // MOST_PARTS)) for full, _ in crowds)])
         while length > 1 and sum(-(-full // length) for full, _ in crowds) * heads < ENOUGH_BLOCKS:
             length //= 2
-        return [(at, min(at + length, full), rows) for full, rows in crowds for at in range(0, full, length)]
+        return [
+            (at, min(at + length, full), rows)
+            for full, rows in crowds
+            for at in range(0, full, length)
+        ]
 
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
         """Whether sequences that share nothing are read by blocks for long ones. The longest decides, since a step ends
@@ -161,7 +185,12 @@ class DecodeGraphs:
         if (key.stretches, key.parts) not in self.shared:
             spec, rows = self.decoder.model.spec, self.most_rows + 1
             self.shared[key.stretches, key.parts] = Shared.empty(
-                key.stretches, rows, key.parts, spec.num_attention_heads, spec.head_dim, self.slots.device
+                key.stretches,
+                rows,
+                key.parts,
+                spec.num_attention_heads,
+                spec.head_dim,
+                self.slots.device,
             )
         return self.shared[key.stretches, key.parts]
 
@@ -169,10 +198,17 @@ class DecodeGraphs:
         """All slots, as graphs of this key read them."""
         from hone.kernels.gpu.decode_attention import Divided
 
-        slots, divided = self.slots, Divided(key.parts, self.arrived) if key.parts and not key.stretches else None
-        return Rows(slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long)
+        slots, divided = (
+            self.slots,
+            Divided(key.parts, self.arrived) if key.parts and not key.stretches else None,
+        )
+        return Rows(
+            slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long
+        )
 
-    def _write_plan(self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]) -> None:
+    def _write_plan(
+        self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]
+    ) -> None:
         """Tells the kernels who shares what."""
         from hone.kernels.gpu.decode import MEMBERS
 
@@ -199,5 +235,7 @@ class DecodeGraphs:
         slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
         rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
-        self.captured.capture(key, lambda: decoder.decode_step(key.rows, key.kind, key.has_adapters, rows))
+        self.captured.capture(
+            key, lambda: decoder.decode_step(key.rows, key.kind, key.has_adapters, rows)
+        )
         slots.active.copy_(active)

@@ -65,7 +65,11 @@ class PackedModel:
         self.is_stale = True
         # Sequences that a thread decodes at once: few, whose keys and values stay in its cache for the steps of a call,
         # or many, which read the weights less often. Where caches end differs from machine to machine.
-        self._windows = (load_layer_kernels().ROWS, 3 * load_layer_kernels().ROWS, load_layer_kernels().BLOCK)
+        self._windows = (
+            load_layer_kernels().ROWS,
+            3 * load_layer_kernels().ROWS,
+            load_layer_kernels().BLOCK,
+        )
         self._quickest = Quickest(len(self._windows))
         self._changes = 0
         self._packed: dict[int, Tensor] = {}
@@ -73,14 +77,24 @@ class PackedModel:
     @staticmethod
     def supports_model(model: Transformer) -> bool:
         weights = [p for p in model.parameters() if p.dim() == 2]
-        is_small = model.spec.has_fast_paths and all(weight.numel() <= LARGE_WEIGHT for weight in weights)
+        is_small = model.spec.has_fast_paths and all(
+            weight.numel() <= LARGE_WEIGHT for weight in weights
+        )
         is_plain = not any(lora_modules(model))
-        return cpu.takes(model.embed.weight) and is_small and is_plain and model.spec.head_dim % 16 == 0
+        return (
+            cpu.takes(model.embed.weight)
+            and is_small
+            and is_plain
+            and model.spec.head_dim % 16 == 0
+        )
 
     def decode_rows(self, rows: Rows) -> Tensor:
         """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
-        state, tokens = rows.state.numpy(), np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
+        state, tokens = (
+            rows.state.numpy(),
+            np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64),
+        )
         tokens[:, load_layer_kernels().TOKEN] = state[active, row_state.LAST]
         tokens[:, load_layer_kernels().POSITION] = state[active, row_state.LENGTH]
         tokens[:, load_layer_kernels().PAGES], tokens[:, load_layer_kernels().RESULT] = (
@@ -97,13 +111,26 @@ class PackedModel:
         self._follow_weights()  # before time is taken
         before, start = int(counts.sum()), time.perf_counter()
         self._run_kernel(
-            room, np.arange(threads + 1) * B // threads, rows.table, 0, number, self._windows[self._quickest.choose_way()],
-            rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.shape[1], slots.parameters.data_ptr(),
-            slots.stops.data_ptr(), slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(),
+            room,
+            np.arange(threads + 1) * B // threads,
+            rows.table,
+            0,
+            number,
+            self._windows[self._quickest.choose_way()],
+            rows.active_B.data_ptr(),
+            rows.state.data_ptr(),
+            rows.table.shape[1],
+            slots.parameters.data_ptr(),
+            slots.stops.data_ptr(),
+            slots.stops.shape[1],
+            slots.tokens.data_ptr(),
+            slots.logprobs.data_ptr(),
             slots.tokens.shape[1],
-        )  # fmt: skip
+        )
         if threads * load_layer_kernels().ROWS < B:  # else all windows are one
-            self._quickest.record_time((time.perf_counter() - start) / max(1, int(counts.sum()) - before))
+            self._quickest.record_time(
+                (time.perf_counter() - start) / max(1, int(counts.sum()) - before)
+            )
 
     def prefill_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
@@ -121,7 +148,9 @@ class PackedModel:
                 s.ids[s.start : s.end],
                 np.arange(s.start, s.end),
             )
-        tokens[:, load_layer_kernels().PAGES] = np.repeat(np.arange(len(stretches)) * table.shape[1], lengths)
+        tokens[:, load_layer_kernels().PAGES] = np.repeat(
+            np.arange(len(stretches)) * table.shape[1], lengths
+        )
         tokens[kept, load_layer_kernels().RESULT] = np.arange(len(kept))
         task = np.maximum.accumulate(
             (ends - lengths) // load_layer_kernels().BLOCK
@@ -143,13 +172,28 @@ class PackedModel:
         model, spec, weight = self.model, self.model.spec, self.model.embed.weight
         out = weight.new_empty(count, spec.vocab_size)
         load_layer_kernels().run(
-            len(firsts) - 1, firsts.ctypes.data, tokens.ctypes.data, spec.hidden_size, spec.num_attention_heads,
-            spec.num_key_value_heads, spec.head_dim, spec.intermediate_size, spec.vocab_size, spec.num_hidden_layers,
-            self._addresses.data_ptr(), weight.data_ptr(),
-            *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)), spec.rms_norm_eps,
-            model.norm.weight.data_ptr(), self._head, self.cache.pool.size, table.data_ptr(), out.data_ptr(),
-            steps, *(drawing or NO_DRAWS),
-        )  # fmt: skip
+            len(firsts) - 1,
+            firsts.ctypes.data,
+            tokens.ctypes.data,
+            spec.hidden_size,
+            spec.num_attention_heads,
+            spec.num_key_value_heads,
+            spec.head_dim,
+            spec.intermediate_size,
+            spec.vocab_size,
+            spec.num_hidden_layers,
+            self._addresses.data_ptr(),
+            weight.data_ptr(),
+            *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)),
+            spec.rms_norm_eps,
+            model.norm.weight.data_ptr(),
+            self._head,
+            self.cache.pool.size,
+            table.data_ptr(),
+            out.data_ptr(),
+            steps,
+            *(drawing or NO_DRAWS),
+        )
         return out
 
     def _follow_weights(self) -> None:
@@ -186,7 +230,11 @@ class PackedModel:
                 *scales,
                 *pack_linear(attention.out),
             )
-            second = (block.mlp_norm.weight.data_ptr(), *pack_linear(mlp.gate_up), *pack_linear(mlp.down))
+            second = (
+                block.mlp_norm.weight.data_ptr(),
+                *pack_linear(mlp.gate_up),
+                *pack_linear(mlp.down),
+            )
             table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
         self._addresses = torch.tensor(table)
         self._head = pack_matrix(self.model.head_weight_VD)

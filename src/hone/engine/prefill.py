@@ -26,7 +26,9 @@ from hone.models.adapters import Adapters
 from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAttention, flash_varlen
 from hone.models.transformer import Transformer
 
-WORTH_A_GRAPH = 2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
+WORTH_A_GRAPH = (
+    2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
+)
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -44,8 +46,15 @@ class Stretch:
 class Prefill:
     """`captured`: where its graphs go; None where there are none."""
 
-    def __init__(self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None) -> None:
-        self.model, self.cache, self.adapters, self.device = model, cache, adapters, cache.store.device
+    def __init__(
+        self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None
+    ) -> None:
+        self.model, self.cache, self.adapters, self.device = (
+            model,
+            cache,
+            adapters,
+            cache.store.device,
+        )
         self.captured = captured
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
@@ -56,7 +65,9 @@ class Prefill:
         size = self.cache.pool.size
         lengths, before = [s.end - s.start for s in stretches], [s.start for s in stretches]
         positions, cells = _token_places(stretches, before, size)
-        tokens = np.array(list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64)
+        tokens = np.array(
+            list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64
+        )
         numbers = [s.adapter for s in stretches]
         is_plain = not any(before) and not any(numbers)
         if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
@@ -73,7 +84,9 @@ class Prefill:
         )
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
-            hidden_PD = self.model.forward_embedded(self.model.embed(tokens_T), positions_T, attention, kept_P)
+            hidden_PD = self.model.forward_embedded(
+                self.model.embed(tokens_T), positions_T, attention, kept_P
+            )
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
 
@@ -81,12 +94,16 @@ class Prefill:
         """The graph of this shape, where there are graphs."""
         assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
-        attention = PrefillAttention(self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph)
+        attention = PrefillAttention(
+            self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph
+        )
 
         model = self.model  # or the graph would be in a circle of references
 
         def forward() -> Tensor:
-            return model.forward_embedded(model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N)
+            return model.forward_embedded(
+                model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N
+            )
 
         self.captured.capture(shape, forward)
 
@@ -95,7 +112,9 @@ class Prefill:
         if shape in captured:
             return shape
         others = captured if captured.stand_in else ()
-        larger = min((s for s in others if isinstance(s, Shape) and s.has_room_for(shape)), default=None)
+        larger = min(
+            (s for s in others if isinstance(s, Shape) and s.has_room_for(shape)), default=None
+        )
         if larger is not None:
             if captured.may_stand_in(shape, larger.tokens - shape.tokens, self.most_tokens):
                 return larger
@@ -105,13 +124,18 @@ class Prefill:
         self.capture_graph(shape)
         return shape
 
-    def _build_attention(self, stretches: list[Stretch], lengths: list[int], before: list[int]) -> Mix:
+    def _build_attention(
+        self, stretches: list[Stretch], lengths: list[int], before: list[int]
+    ) -> Mix:
         """How the stretches see what is theirs and, in the cache, what is before them."""
         if not any(before):
             fresh = PackedAttention(lengths, self.device)
             return lambda q, k, v, keys, values: fresh.attend(q, k, v)
         _, cells = _token_places(stretches, [0] * len(stretches), self.cache.pool.size)
-        seen, continued = to_device(cells, self.device), ContinuedAttention(lengths, before, self.device)
+        seen, continued = (
+            to_device(cells, self.device),
+            ContinuedAttention(lengths, before, self.device),
+        )
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
 
 
@@ -129,7 +153,9 @@ class Shape(NamedTuple):
     def from_lengths(lengths: list[int]) -> "Shape":
         tokens = max(sum(lengths), 64)
         step = max(gpu.power_of_2(tokens) // (8 if tokens <= 4096 else 16), 16)
-        return Shape(-(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths)))
+        return Shape(
+            -(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths))
+        )
 
 
 class _Inputs:
@@ -138,7 +164,9 @@ class _Inputs:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
-        self.inputs = torch.zeros(3 * shape.tokens + shape.prompts, dtype=torch.int64, device=device)
+        self.inputs = torch.zeros(
+            3 * shape.tokens + shape.prompts, dtype=torch.int64, device=device
+        )
         self.ends = torch.zeros(shape.prompts + 1, dtype=torch.int32, device=device)
         sizes = [shape.tokens] * 3 + [shape.prompts]
         self.tokens_T, self.positions_T, self.cells_T, self.kept_N = self.inputs.split(sizes)
@@ -148,9 +176,13 @@ class _Inputs:
         return flash_varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
 
     def fill_inputs(
-        self, tokens: NDArray[np.int64], positions: NDArray[np.int64], cells: NDArray[np.int64], kept: list[int],
+        self,
+        tokens: NDArray[np.int64],
+        positions: NDArray[np.int64],
+        cells: NDArray[np.int64],
+        kept: list[int],
         lengths: list[int],
-    ) -> None:  # fmt: skip
+    ) -> None:
         T, P = self.shape.tokens, self.shape.prompts
         inputs = np.zeros(3 * T + P, dtype=np.int64)
         for i, values in enumerate((tokens, positions, cells, np.array(kept, dtype=np.int64))):
@@ -171,7 +203,10 @@ def _token_places(
     positions = np.arange(lengths.sum()) - before_T
     counts = np.array([len(p) for p in pages])
     first_T = np.repeat(np.cumsum(counts) - counts, lengths)
-    cells = np.array(list(chain.from_iterable(pages)))[first_T + positions // size] * size + positions % size
+    cells = (
+        np.array(list(chain.from_iterable(pages)))[first_T + positions // size] * size
+        + positions % size
+    )
     return positions, cells
 
 
@@ -191,7 +226,15 @@ class PrefillAttention:
 
             tables = (heads.rotation.cos_PE, heads.rotation.sin_PE, self.positions_T)
             q, k, v = row_kernels.heads(
-                qkv_TNE, heads.q_scale_E, heads.k_scale_E, *tables, self.cells_T, keys, values, heads.eps, heads.H
+                qkv_TNE,
+                heads.q_scale_E,
+                heads.k_scale_E,
+                *tables,
+                self.cells_T,
+                keys,
+                values,
+                heads.eps,
+                heads.H,
             )
         else:
             q, k, v = heads(qkv_TNE)

@@ -19,15 +19,23 @@ from hone.kernels.pinned_memory import started_to_host, to_device
 
 # As the device has them (`row_state.PARAMETERS`); the second is the temperature of logprobs.
 PARAMETERS = attrgetter(
-    "temperature", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "temperature",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
     "frequency_penalty",
-)  # fmt: skip
+)
 
 
 class Slots:
     """Slot `count` is spare: what is written there is read by nobody. `pages`: most pages of a sequence."""
 
-    def __init__(self, count: int, capacity: int, pages: int, stops: int, device: torch.device) -> None:
+    def __init__(
+        self, count: int, capacity: int, pages: int, stops: int, device: torch.device
+    ) -> None:
         rows = count + 1
         self.count, self.device = count, device
 
@@ -52,12 +60,16 @@ class Slots:
     def fill_slots(self, sequences: list[Sequence]) -> None:
         """Sets the slots of these sequences to their start."""
         index = to_device([s.slot for s in sequences], self.device)
-        most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])  # 0 behind the last: the spare page
+        most = min(
+            max(len(s.pages) for s in sequences) + 1, self.table.shape[1]
+        )  # 0 behind the last: the spare page
         samplings = [s.request.sampling for s in sequences]
         state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
         state[:, column.LENGTH] = [len(s.prompt_ids) for s in sequences]
         state[:, column.MAX] = [s.max_tokens for s in sequences]
-        state[:, column.MIN] = np.minimum([each.min_tokens for each in samplings], state[:, column.MAX])
+        state[:, column.MIN] = np.minimum(
+            [each.min_tokens for each in samplings], state[:, column.MAX]
+        )
         state[:, column.ADAPTER] = [s.adapter for s in sequences]
         state[:, column.SEED] = [(each.seed + 2**63) % 2**64 - 2**63 for each in samplings]
         parameters = np.array([PARAMETERS(each) for each in samplings], dtype=np.float32)
@@ -98,12 +110,16 @@ class Slots:
         wanted = slice(first, end)
         if self.reader is None:
             own = np.array(slots)
-            return self.tokens.numpy()[own, wanted].tolist(), nine_digits(self.logprobs.numpy()[own, wanted]).tolist()
+            return self.tokens.numpy()[own, wanted].tolist(), nine_digits(
+                self.logprobs.numpy()[own, wanted]
+            ).tolist()
         with torch.cuda.stream(self.reader):
             assert snapshot.arrival is not None
             self.reader.wait_event(snapshot.arrival)
             index = to_device(slots, self.device)
-            (tokens, logprobs), arrival = started_to_host([self.tokens[index, wanted], self.logprobs[index, wanted]])
+            (tokens, logprobs), arrival = started_to_host(
+                [self.tokens[index, wanted], self.logprobs[index, wanted]]
+            )
         assert arrival is not None
         arrival.synchronize()
         # numpy's lists take a third of the time that torch's take
@@ -138,4 +154,8 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
     """Zeros that on a CPU take memory only where they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    return (
+        torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+        .view(dtype)
+        .view(shape)
+    )

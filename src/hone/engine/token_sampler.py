@@ -16,7 +16,9 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu, gpu, numerics
 from hone.kernels import row_state as column
 
-_GOLDEN, _MIX_1, _MIX_2 = (x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_GOLDEN, _MIX_1, _MIX_2 = (
+    x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infinities
 
 
@@ -38,7 +40,12 @@ def _mix_bits(z: Tensor) -> Tensor:
 
 
 def draw_tokens(
-    logits_BV: Tensor, plain_BV: Tensor, threshold_B: Tensor | None, slots: Slots, active_B: Tensor, advance: bool
+    logits_BV: Tensor,
+    plain_BV: Tensor,
+    threshold_B: Tensor | None,
+    slots: Slots,
+    active_B: Tensor,
+    advance: bool,
 ) -> None:
     """Draws a token for every active slot that is not done, and notes it and its logprob in the slot.
 
@@ -63,18 +70,33 @@ def draw_tokens(
     from hone.kernels.cpu import decode
 
     logits_BV, plain_BV = logits_BV.contiguous(), plain_BV.contiguous()
-    addresses = [x.data_ptr() for x in (logits_BV, plain_BV, slots.parameters, slots.state, active_B)]
+    addresses = [
+        x.data_ptr() for x in (logits_BV, plain_BV, slots.parameters, slots.state, active_B)
+    ]
     decode.draw(
-        *logits_BV.shape, *addresses[:2], int(plain_BV is not logits_BV), *addresses[2:], slots.stops.data_ptr(),
-        slots.stops.shape[1], slots.tokens.data_ptr(), slots.logprobs.data_ptr(), slots.tokens.shape[1], int(advance),
-    )  # fmt: skip
+        *logits_BV.shape,
+        *addresses[:2],
+        int(plain_BV is not logits_BV),
+        *addresses[2:],
+        slots.stops.data_ptr(),
+        slots.stops.shape[1],
+        slots.tokens.data_ptr(),
+        slots.logprobs.data_ptr(),
+        slots.tokens.shape[1],
+        int(advance),
+    )
 
 
-def note_ordered_logprobs(plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor) -> None:
+def note_ordered_logprobs(
+    plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor
+) -> None:
     """Notes, for slots that had so many tokens before and have one more now, that one's logprob as training has it."""
     from hone.kernels.gpu import training_kernels
 
-    last_B, drawn_B = slots.state[active_B, column.LAST], slots.state[active_B, column.COUNT] > before_B
+    last_B, drawn_B = (
+        slots.state[active_B, column.LAST],
+        slots.state[active_B, column.COUNT] > before_B,
+    )
     temperature_B = slots.parameters[active_B, column.LOGPROB_TEMPERATURE].float()
     _, logprobs_B, _ = training_kernels.statistics(plain_BV, last_B, temperature_B)
     place_B = slots.state[active_B, column.COUNT].clamp(min=1) - 1
@@ -82,23 +104,37 @@ def note_ordered_logprobs(plain_BV: Tensor, before_B: Tensor, slots: Slots, acti
     slots.logprobs[active_B, place_B] = torch.where(drawn_B, logprobs_B.to(noted_B.dtype), noted_B)
 
 
-def draw_reference(logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool) -> None:
+def draw_reference(
+    logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool
+) -> None:
     is_running_B = slots.state[active_B, column.DONE] == 0
-    active_B, logits_BV, plain_BV = active_B[is_running_B], logits_BV[is_running_B], plain_BV[is_running_B]
+    active_B, logits_BV, plain_BV = (
+        active_B[is_running_B],
+        logits_BV[is_running_B],
+        plain_BV[is_running_B],
+    )
     state, parameters = slots.state[active_B], slots.parameters[active_B]
     count_B = state[:, column.COUNT]
     tokens_B = pick_tokens(
-        logits_BV, parameters[:, column.TEMPERATURE], uniform_numbers(state[:, column.SEED], count_B)
+        logits_BV,
+        parameters[:, column.TEMPERATURE],
+        uniform_numbers(state[:, column.SEED], count_B),
     )
-    logprobs_BV = torch.log_softmax(plain_BV.float() / parameters[:, column.LOGPROB_TEMPERATURE, None], dim=-1)
+    logprobs_BV = torch.log_softmax(
+        plain_BV.float() / parameters[:, column.LOGPROB_TEMPERATURE, None], dim=-1
+    )
     slots.tokens[active_B, count_B] = tokens_B
     slots.logprobs[active_B, count_B] = logprobs_BV.gather(1, tokens_B[:, None]).squeeze(1)
-    is_stop_B = (slots.stops[active_B] == tokens_B[:, None]).any(dim=1) & (count_B + 1 >= state[:, column.MIN])
+    is_stop_B = (slots.stops[active_B] == tokens_B[:, None]).any(dim=1) & (
+        count_B + 1 >= state[:, column.MIN]
+    )
     is_full_B = count_B + 1 >= state[:, column.MAX]
     state[:, column.LAST] = tokens_B
     state[:, column.LENGTH] += int(advance)
     state[:, column.COUNT] += 1
-    state[:, column.DONE] = torch.where(is_stop_B, column.STOPPED, torch.where(is_full_B, column.FULL, 0))
+    state[:, column.DONE] = torch.where(
+        is_stop_B, column.STOPPED, torch.where(is_full_B, column.FULL, 0)
+    )
     slots.state[active_B] = state
 
 
@@ -108,7 +144,11 @@ def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> 
     scale_B1 = torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
     cdf_BV = torch.softmax(logits_BV.double() / scale_B1, dim=-1).cumsum(dim=-1)
     target_B1 = uniform_B.double()[:, None] * cdf_BV[:, -1:]
-    drawn_B = torch.searchsorted(cdf_BV, target_B1, right=True).squeeze(1).clamp_(max=logits_BV.shape[-1] - 1)
+    drawn_B = (
+        torch.searchsorted(cdf_BV, target_B1, right=True)
+        .squeeze(1)
+        .clamp_(max=logits_BV.shape[-1] - 1)
+    )
     return torch.where(is_greedy_B, logits_BV.argmax(dim=-1), drawn_B)
 
 
@@ -125,9 +165,15 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
     values_BV = logits_BV.sort(dim=-1, descending=True).values
     rank_V = torch.arange(V, device=logits_BV.device)
     in_k_BV = (rank_V < top_k_B1) | (top_k_B1 < 1)
-    probs_BV = torch.softmax((values_BV / temperature_B1).masked_fill(~in_k_BV, float("-inf")), dim=-1)
+    probs_BV = torch.softmax(
+        (values_BV / temperature_B1).masked_fill(~in_k_BV, float("-inf")), dim=-1
+    )
     before_BV = probs_BV.cumsum(dim=-1) - probs_BV
-    kept_B1 = (in_k_BV & (before_BV < parameters[:, column.TOP_P, None])).sum(dim=-1, keepdim=True).clamp(min=1)
+    kept_B1 = (
+        (in_k_BV & (before_BV < parameters[:, column.TOP_P, None]))
+        .sum(dim=-1, keepdim=True)
+        .clamp(min=1)
+    )
     least_B1 = values_BV[:, :1] + parameters[:, column.MIN_P, None].log() * temperature_B1
     return torch.maximum(values_BV.gather(1, kept_B1 - 1), least_B1).squeeze(1)
 
@@ -139,14 +185,18 @@ class Sampler:
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self.slots, self.vocab_size = slots, vocab_size
-        self.counts: Tensor | None = None  # how often each token was drawn, whether the prompt has it, its bias
+        self.counts: Tensor | None = (
+            None  # how often each token was drawn, whether the prompt has it, its bias
+        )
         self.in_prompt: Tensor
         self.bias: Tensor
 
     @classmethod
     def kind_of_batch(cls, sequences: list[Sequence]) -> int:
         samplings = [s.request.sampling for s in sequences]
-        if any(s.is_penalised for s in samplings) or any(s.request.allows is not None for s in sequences):
+        if any(s.is_penalised for s in samplings) or any(
+            s.request.allows is not None for s in sequences
+        ):
             return cls.PENALISED
         if any(s.is_filtered for s in samplings):
             return cls.FILTERED
@@ -154,7 +204,9 @@ class Sampler:
 
     def fill_parameters(self, sequences: list[Sequence]) -> None:
         """Before the first draw of these sequences."""
-        penalised = [s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None]
+        penalised = [
+            s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None
+        ]
         if not penalised and self.counts is None:
             return
         if self.counts is None:
@@ -185,20 +237,40 @@ class Sampler:
             draw_tokens(logits_BV, logits_BV, None, self.slots, active_B, advance)
             return
         parameters = self.slots.parameters[active_B]
-        changed_BV = self._apply_penalties(logits_BV, active_B, parameters) if kind == self.PENALISED else logits_BV
+        changed_BV = (
+            self._apply_penalties(logits_BV, active_B, parameters)
+            if kind == self.PENALISED
+            else logits_BV
+        )
         changed_BV = self._without_early_stops(changed_BV, active_B)
-        draw_tokens(changed_BV, logits_BV, filter_thresholds(changed_BV, parameters), self.slots, active_B, advance)
+        draw_tokens(
+            changed_BV,
+            logits_BV,
+            filter_thresholds(changed_BV, parameters),
+            self.slots,
+            active_B,
+            advance,
+        )
         if self.counts is not None:
             drawn_B = self.slots.state[active_B, column.LAST]
             ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
             self.counts.index_put_((active_B, drawn_B), ones_B, accumulate=True)
 
-    def sample_hidden(self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool) -> None:
+    def sample_hidden(
+        self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool
+    ) -> None:
         """`sample` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
         from hone.kernels.gpu import sampling
 
         slots = self.slots
-        of_slots = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
+        of_slots = (
+            slots.parameters,
+            slots.state,
+            active_B,
+            slots.stops,
+            slots.tokens,
+            slots.logprobs,
+        )
         sampling.draw_from_hidden(hidden_BD, weight_VD, *of_slots, advance)
 
     def _apply_penalties(self, logits_BV: Tensor, active_B: Tensor, parameters: Tensor) -> Tensor:
@@ -218,8 +290,15 @@ class Sampler:
         ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)
         return logits_BV.scatter_reduce(1, stops_BS.clamp(min=0), ceiling_BS, "amin")
 
-    def likeliest_tokens(self, logits_BV: Tensor, active_B: Tensor, number: int) -> list[list[tuple[int, float]]]:
+    def likeliest_tokens(
+        self, logits_BV: Tensor, active_B: Tensor, number: int
+    ) -> list[list[tuple[int, float]]]:
         """The likeliest tokens of each row and their logprobs."""
         temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
-        top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(number, dim=-1)
-        return [list(zip(*row, strict=True)) for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)]
+        top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(
+            number, dim=-1
+        )
+        return [
+            list(zip(*row, strict=True))
+            for row in zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        ]

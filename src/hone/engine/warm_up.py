@@ -25,7 +25,11 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     top = min(pad_rows(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, *CAPTURED, top)})
     ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
-    ways += [Key(B, Sampler.PLAIN, False, 0, 0, True) for B in rows if graphs.is_long(B, engine.max_model_len, 0)]
+    ways += [
+        Key(B, Sampler.PLAIN, False, 0, 0, True)
+        for B in rows
+        if graphs.is_long(B, engine.max_model_len, 0)
+    ]
     for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
         most = min(gpu.processors() // (graphs.heads * parts), top)
         ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most]
@@ -33,7 +37,9 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:
-        hidden = engine.prefill.run_stretches([Stretch([0] * length, pages, 0, length)] * count, [length - 1])
+        hidden = engine.prefill.run_stretches(
+            [Stretch([0] * length, pages, 0, length)] * count, [length - 1]
+        )
         engine.decoder.draw_tokens(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
     for way in ways:
         engine.decoder.decode_step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
@@ -50,7 +56,10 @@ def capture_graphs(engine: Engine) -> None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
             engine.graphs.capture_graph(Key(rows, Sampler.PLAIN, False, 0, 0, False))
     if engine.prefill.captured is not None:
-        longest, most = gpu.power_of_2(engine.max_model_len), engine.max_batch_size * engine.max_model_len
+        longest, most = (
+            gpu.power_of_2(engine.max_model_len),
+            engine.max_batch_size * engine.max_model_len,
+        )
         for tokens in PASSES:
             if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
                 engine.prefill.capture_graph(Shape(tokens, tokens // SHORT, min(tokens, longest)))

@@ -29,12 +29,19 @@ async def attempt(
     of what was sampled has failed too, since it cannot be trained on."""
     error = ""
     for _ in range(1 + retries):
-        deadline, talk = asyncio.timeout(timeout), Conversation(client, environment.template_arguments)
+        deadline, talk = (
+            asyncio.timeout(timeout),
+            Conversation(client, environment.template_arguments),
+        )
         try:
             async with deadline:
                 with CONTAINED:
-                    rollout = check_rollout(await environment.rollout(talk, example.copy(), sampling))
-                rollout.example = example  # as it was: the environment may have changed its own copy
+                    rollout = check_rollout(
+                        await environment.rollout(talk, example.copy(), sampling)
+                    )
+                rollout.example = (
+                    example  # as it was: the environment may have changed its own copy
+                )
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is None or me.cancelling():
@@ -62,7 +69,9 @@ async def attempt(
     return Rollout(example, [], [], error=error)
 
 
-async def score_group_or_fail(environment: Environment, rollouts: list[Rollout], timeout: float | None = None) -> None:
+async def score_group_or_fail(
+    environment: Environment, rollouts: list[Rollout], timeout: float | None = None
+) -> None:
     """Adds what functions give that compare the rollouts of an example; where one cannot, all of them have failed."""
     if not environment.has_group_rewards:
         return
@@ -71,6 +80,10 @@ async def score_group_or_fail(environment: Environment, rollouts: list[Rollout],
             with CONTAINED:
                 await environment.score_group(rollouts)
     except Exception as failure:  # environments are users' code: theirs may raise anything
-        said = str(failure) if isinstance(failure, RewardError) else f"{type(failure).__name__}: {failure}"
+        said = (
+            str(failure)
+            if isinstance(failure, RewardError)
+            else f"{type(failure).__name__}: {failure}"
+        )
         for rollout in rollouts:
             rollout.error = rollout.error or said

@@ -40,7 +40,9 @@ def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
     """Names of the parameters that it cannot do without."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
-    return tuple(p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds)
+    return tuple(
+        p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds
+    )
 
 
 @by_identity
@@ -69,13 +71,18 @@ async def call_function(
     if timeout is None:
         with CONTAINED:
             value = function(*positional, **arguments)
-            return value if isinstance(value, float) or not inspect.isawaitable(value) else await value
+            return (
+                value if isinstance(value, float) or not inspect.isawaitable(value) else await value
+            )
     with CONTAINED:
         return await _ask_within(timeout, function, positional, arguments)
 
 
 async def _ask_within(
-    timeout: float, function: Callable[..., Any], positional: tuple[Any, ...], arguments: dict[str, Any]
+    timeout: float,
+    function: Callable[..., Any],
+    positional: tuple[Any, ...],
+    arguments: dict[str, Any],
 ) -> Any:
     deadline = asyncio.timeout(timeout)
     try:

@@ -20,12 +20,16 @@ class TokenClient(Protocol):
 class Conversation:
     """What was asked and answered so far (`turns`); `template_arguments` are those of its environment."""
 
-    def __init__(self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.client, self.template_arguments = client, dict(template_arguments or {})
         self.turns: list[tuple[list[Message], Turn]] = []
         self._begun = 0
 
-    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+    async def chat(
+        self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
+    ) -> Turn:
         if self._begun:
             sampling = replace(sampling, seed=other_seed(sampling.seed, self._begun))
         self._begun += 1
@@ -40,14 +44,23 @@ class Conversation:
         for asked, turn in self.turns:
             n = len(asked)
             is_longer = n >= found.covered and len(messages) > n
-            if is_longer and messages[:n] == asked and _is_message_of_turn(messages[n], turn) and turn.prompt_ids:
+            if (
+                is_longer
+                and messages[:n] == asked
+                and _is_message_of_turn(messages[n], turn)
+                and turn.prompt_ids
+            ):
                 found = replace(found, before=turn.prompt_ids + turn.completion.ids, covered=n + 1)
         return found
 
 
 def _is_message_of_turn(message: Message, turn: Turn) -> bool:
     """Whether a message is what the model said in a turn."""
-    said = (message.get("role"), message.get("content") or "", _list_calls(message.get("tool_calls") or []))
+    said = (
+        message.get("role"),
+        message.get("content") or "",
+        _list_calls(message.get("tool_calls") or []),
+    )
     return said == ("assistant", turn.text or "", _list_calls(turn.tool_calls))
 
 

@@ -13,14 +13,20 @@ from hone.records import Example, Message, Rollout, Sampling, Tool
 class EnvGroup(Environment):
     """`env_names` are the tasks by which examples and metrics tell them apart; theirs in order unless given."""
 
-    def __init__(self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any) -> None:
+    def __init__(
+        self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any
+    ) -> None:
         names = list(env_names or [f"env_{i}" for i in range(len(envs))])
         if len(names) != len(envs) or len(set(names)) != len(names) or not names:
-            raise ValueError(f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own")
+            raise ValueError(
+                f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own"
+            )
         super().__init__(dataset=[])
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
-        self._owned: list[tuple[list[Example], list[Example]]] = []  # ours and theirs: to train on, to evaluate on
+        self._owned: list[
+            tuple[list[Example], list[Example]]
+        ] = []  # ours and theirs: to train on, to evaluate on
         self._train = self._number_examples([env.get_dataset() for env in envs])
         self._eval = self._number_examples([env.get_eval_dataset() for env in envs])
 
@@ -58,7 +64,9 @@ class EnvGroup(Environment):
     def first_tools(self, example: Example) -> list[Tool] | None:
         return self.of[example.task].first_tools(self._own_of(example))
 
-    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+    def demonstrate(
+        self, messages: list[Message], example: Example, rng: random.Random
+    ) -> Message | str | None:
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
 
     def _own_of(self, example: Example) -> Example:
@@ -74,7 +82,9 @@ class EnvGroup(Environment):
             found += [replace(one, id=len(found) + i, task=name) for i, one in enumerate(examples)]
         each = zip(self.env_names, self.envs, of_each, strict=True)
         owned = [
-            one if isinstance(env, EnvGroup) else replace(one, task=name) for name, env, ones in each for one in ones
+            one if isinstance(env, EnvGroup) else replace(one, task=name)
+            for name, env, ones in each
+            for one in ones
         ]
         self._owned.append((found, owned))
         return found
@@ -82,4 +92,9 @@ class EnvGroup(Environment):
 
 def _is_same(one: Example, other: Example) -> bool:
     """Return True if two examples ask the same and have the same answer and info: ids repeat between data sets."""
-    return (one.task, one.prompt, one.answer, one.info) == (other.task, other.prompt, other.answer, other.info)
+    return (one.task, one.prompt, one.answer, one.info) == (
+        other.task,
+        other.prompt,
+        other.answer,
+        other.info,
+    )

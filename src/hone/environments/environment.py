@@ -18,17 +18,27 @@ from hone.records import Example, Message, Rollout, Sampling, Tool, Turn
 from hone.text.messages import drop_nulls, to_plain
 
 Rows = Iterable[dict[str, Any]]
-State = dict[str, Any]  # what is known of a rollout under way, for its environment and its reward functions
+State = dict[
+    str, Any
+]  # what is known of a rollout under way, for its environment and its reward functions
 HARMLESS = {  # keys of v0 that say how it runs things, which Hone settles elsewhere
-    "env_args", "env_id", "interleaved_rollouts", "map_kwargs", "max_concurrent", "max_seq_len", "max_workers",
+    "env_args",
+    "env_id",
+    "interleaved_rollouts",
+    "map_kwargs",
+    "max_concurrent",
+    "max_seq_len",
+    "max_workers",
     "score_rollouts",
-}  # fmt: skip
+}
 
 
 class ModelClient(Protocol):
     """All that an environment knows of a model."""
 
-    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+    async def chat(
+        self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
+    ) -> Turn:
         """Raises ContextFull where the conversation leaves no room for an answer."""
         ...
 
@@ -47,7 +57,9 @@ class Environment(ABC):
     give one. `call_timeout`: seconds that an answer of the environment, a tool or a reward function may take."""
 
     name = ""  # the id that it was loaded by
-    template_arguments: Mapping[str, Any] = MappingProxyType({})  # of the chat template, for its prompts
+    template_arguments: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # of the chat template, for its prompts
 
     def __init__(
         self,
@@ -75,17 +87,23 @@ class Environment(ABC):
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to train on (those for evaluation where there are no others)."""
-        return _select_examples(self._train if self._train is not None else self._eval or [], n, seed)
+        return _select_examples(
+            self._train if self._train is not None else self._eval or [], n, seed
+        )
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         """The examples to evaluate on (those for training where none are held out)."""
-        return _select_examples(self._eval if self._eval is not None else self._train or [], n, seed)
+        return _select_examples(
+            self._eval if self._eval is not None else self._train or [], n, seed
+        )
 
     @abstractmethod
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """One scored attempt at an example."""
 
-    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+    def demonstrate(
+        self, messages: list[Message], example: Example, rng: random.Random
+    ) -> Message | str | None:
         """What a good answer to `messages` is: its text, or a message with tool calls. None where that is not known.
 
         From it come data for SFT (`hone env data`) and the check of rewards (`hone env check`). Unless overridden it is
@@ -118,7 +136,9 @@ class Environment(ABC):
     async def score(self, rollout: Rollout, state: State) -> Rollout:
         """Gives a rollout its reward and metrics. Raises RewardError for a function that gives no number."""
         rollout.state = state
-        rollout.reward, rollout.metrics = await self.rubric.score(self.call_timeout, **self._scoring_arguments(rollout))
+        rollout.reward, rollout.metrics = await self.rubric.score(
+            self.call_timeout, **self._scoring_arguments(rollout)
+        )
         state["reward"], state["metrics"] = rollout.reward, rollout.metrics
         return rollout
 
@@ -138,28 +158,41 @@ class Environment(ABC):
     def _scoring_arguments(self, rollout: Rollout) -> dict[str, Any]:
         example, state = rollout.example, rollout.state
         return {
-            "prompt": state.get("prompt", example.prompt), "completion": rollout.messages, "parser": self.parser,
-            "answer": state.get("answer", example.answer), "info": state.get("info", example.info), "state": state,
+            "prompt": state.get("prompt", example.prompt),
+            "completion": rollout.messages,
+            "parser": self.parser,
+            "answer": state.get("answer", example.answer),
+            "info": state.get("info", example.info),
+            "state": state,
             "task": example.task,
-        }  # fmt: skip
+        }
 
     def _build_examples(self, rows: Rows | Callable[[], Rows] | None) -> list[Example] | None:
         rows = rows() if callable(rows) else rows
         if rows is None:
             return None
         is_arrow = hasattr(rows, "features")  # a datasets.Dataset: its columns add nulls
-        return [self._build_example(i, _without_nulls(row) if is_arrow else row) for i, row in enumerate(rows)]
+        return [
+            self._build_example(i, _without_nulls(row) if is_arrow else row)
+            for i, row in enumerate(rows)
+        ]
 
     def _build_example(self, index: int, row: dict[str, Any]) -> Example:
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         prompt = prompt if prompt is None else _checked_prompt(to_plain(prompt), index)
-        if prompt is not None and self.system_prompt and not any(one["role"] == "system" for one in prompt):
+        if (
+            prompt is not None
+            and self.system_prompt
+            and not any(one["role"] == "system" for one in prompt)
+        ):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         if prompt is None:
             if "question" not in row:
-                raise ValueError(f"row {index} of the dataset has neither 'prompt' nor 'question': {sorted(row)}")
+                raise ValueError(
+                    f"row {index} of the dataset has neither 'prompt' nor 'question': {sorted(row)}"
+                )
             prompt = [*self.few_shot, {"role": "user", "content": row["question"]}]
             if self.system_prompt:
                 prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
@@ -167,15 +200,21 @@ class Environment(ABC):
         try:
             info = json.loads(info) if isinstance(info, str) and info else info
         except ValueError as error:
-            raise ValueError(f"row {index} of the dataset: info is text that is not JSON: {error}") from None
+            raise ValueError(
+                f"row {index} of the dataset: info is text that is not JSON: {error}"
+            ) from None
         example_id = row.get("example_id", index)
         return Example(example_id, prompt, _as_json(answer), info or {}, row.get("task") or "")
 
 
 def _checked_prompt(prompt: Any, index: int) -> list[Message]:
     """Return a prompt without keys of no value. Raises ValueError for what is no list of messages."""
-    if not isinstance(prompt, list) or not all(isinstance(one, dict) and one.get("role") for one in prompt):
-        raise ValueError(f"row {index} of the dataset: its prompt is no list of messages with roles: {prompt!r:.100}")
+    if not isinstance(prompt, list) or not all(
+        isinstance(one, dict) and one.get("role") for one in prompt
+    ):
+        raise ValueError(
+            f"row {index} of the dataset: its prompt is no list of messages with roles: {prompt!r:.100}"
+        )
     return [{key: value for key, value in one.items() if value is not None} for one in prompt]
 
 

@@ -6,8 +6,16 @@ from typing import Any
 from hone.environments.parsers import extract_boxed_answer, extract_hash_answer
 
 Row = dict[str, Any]
-DATA: dict[str, tuple[str, str | None, str, str, Callable[[Row], str]]] = {  # hub id, subset, split, question, answer
-    "gsm8k": ("openai/gsm8k", "main", "test", "question", lambda row: extract_hash_answer(row["answer"])),
+DATA: dict[
+    str, tuple[str, str | None, str, str, Callable[[Row], str]]
+] = {  # hub id, subset, split, question, answer
+    "gsm8k": (
+        "openai/gsm8k",
+        "main",
+        "test",
+        "question",
+        lambda row: extract_hash_answer(row["answer"]),
+    ),
     "math": (
         "chiayewken/competition_math",
         None,
@@ -16,12 +24,20 @@ DATA: dict[str, tuple[str, str | None, str, str, Callable[[Row], str]]] = {  # h
         lambda row: extract_boxed_answer(row["solution"]),
     ),
     "math500": ("HuggingFaceH4/MATH-500", None, "test", "problem", lambda row: str(row["answer"])),
-    "aime2024": ("HuggingFaceH4/aime_2024", None, "train", "problem", lambda row: str(int(row["answer"]))),
+    "aime2024": (
+        "HuggingFaceH4/aime_2024",
+        None,
+        "train",
+        "problem",
+        lambda row: str(int(row["answer"])),
+    ),
     "amc2023": ("knoveleng/AMC-23", None, "train", "problem", lambda row: str(row["answer"])),
 }
 
 
-def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0) -> Any:
+def load_example_dataset(
+    name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0
+) -> Any:
     """A `datasets.Dataset`; with `n` so many of its rows, drawn with `seed`. Raises ValueError for a name that is not
     here and for a hub that cannot be reached."""
     if name not in DATA:
@@ -31,9 +47,14 @@ def load_example_dataset(name: str = "gsm8k", split: str | None = None, n: int |
     hub_id, subset, usual, question, answer = DATA[name]
     try:
         rows = load_dataset(hub_id, *([subset] if subset else []), split=split or usual)
-    except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except (
+        Exception
+    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
         raise ValueError(
             f"load_example_dataset: {hub_id} cannot be loaded from the hub ({type(error).__name__}: {error})"
         ) from None
-    rows = rows.map(lambda row: {"question": row[question], "answer": answer(row)}, remove_columns=rows.column_names)
+    rows = rows.map(
+        lambda row: {"question": row[question], "answer": answer(row)},
+        remove_columns=rows.column_names,
+    )
     return rows if n is None or n >= len(rows) else rows.shuffle(seed=seed).select(range(n))

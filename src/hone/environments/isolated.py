@@ -30,7 +30,9 @@ from hone.records import Completion, ContextFull, Example, Message, Rollout, Sam
 
 ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
 LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
-START = 120.0  # seconds that one may take to import its environment and to be heard for the first time
+START = (
+    120.0  # seconds that one may take to import its environment and to be heard for the first time
+)
 
 ARGUMENTS_VARIABLE = "HONE_ENV_ARGUMENTS"
 
@@ -64,7 +66,9 @@ def turn_of(found: dict[str, Any]) -> Turn:
 
 
 def rollout_of(found: dict[str, Any], example: Example) -> Rollout:
-    return Rollout(**found | {"example": example, "turns": [turn_of(turn) for turn in found["turns"]]})
+    return Rollout(
+        **found | {"example": example, "turns": [turn_of(turn) for turn in found["turns"]]}
+    )
 
 
 class Isolated(Environment):
@@ -75,18 +79,28 @@ class Isolated(Environment):
     """
 
     def __init__(
-        self, environment: Environment, name: str, arguments: dict[str, Any], workers: int,
+        self,
+        environment: Environment,
+        name: str,
+        arguments: dict[str, Any],
+        workers: int,
         on_reward_error: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(dataset=[])
         self.environment, self.added = environment, list[Rubric]()
-        self.name, self.parser, self.rubric = environment.name, environment.parser, environment.rubric
+        self.name, self.parser, self.rubric = (
+            environment.name,
+            environment.parser,
+            environment.rubric,
+        )
         self.call_timeout, self.system_prompt = environment.call_timeout, environment.system_prompt
         self._words, given = (
             [sys.executable, "-P", "-m", "hone.environments.isolated_worker", name],
             json.dumps(arguments),
         )
-        self.workers = [Worker(name, [*self._words, on_reward_error or "fail"], given) for _ in range(workers)]
+        self.workers = [
+            Worker(name, [*self._words, on_reward_error or "fail"], given) for _ in range(workers)
+        ]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
         return self.environment.get_dataset(n, seed)
@@ -97,7 +111,9 @@ class Isolated(Environment):
     def first_tools(self, example: Example) -> list[Tool] | None:
         return self.environment.first_tools(example)
 
-    def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> Message | str | None:
+    def demonstrate(
+        self, messages: list[Message], example: Example, rng: random.Random
+    ) -> Message | str | None:
         return self.environment.demonstrate(messages, example, rng)
 
     def check(self) -> None:
@@ -107,7 +123,9 @@ class Isolated(Environment):
 
     def add_rubric(self, rubric: Rubric) -> None:
         if rubric.has_group_functions:
-            raise ValueError(f"{self.name}: a rubric that compares rollouts cannot be added to one with env.workers")
+            raise ValueError(
+                f"{self.name}: a rubric that compares rollouts cannot be added to one with env.workers"
+            )
         self.added.append(rubric)
 
     def on_reward_error(self, what: str) -> None:
@@ -134,7 +152,9 @@ class Isolated(Environment):
         worker = min(self.workers, key=lambda one: one.pending_count)
         rollout = await worker.rollout(client, example, sampling)
         for rubric in self.added:
-            reward, metrics = await rubric.score(self.call_timeout, **self._scoring_arguments(rollout))
+            reward, metrics = await rubric.score(
+                self.call_timeout, **self._scoring_arguments(rollout)
+            )
             rollout.reward += reward
             rollout.metrics |= metrics
         return rollout
@@ -158,7 +178,9 @@ class Worker:
 
     def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:
         self.name, self.words = name, words
-        self.environment = os.environ | {ARGUMENTS_VARIABLE: arguments}  # other users can read a command line
+        self.environment = os.environ | {
+            ARGUMENTS_VARIABLE: arguments
+        }  # other users can read a command line
         self.process: asyncio.subprocess.Process | None = None
         self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
@@ -173,16 +195,22 @@ class Worker:
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
-        done = await self.send_request({"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client)
+        done = await self.send_request(
+            {"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client
+        )
         return rollout_of(done, example)
 
     async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
         """Rewards and metrics of a group, with those of functions that compare them. Raises like `rollout`."""
         return (
-            await self.send_request({"score": 0, "rollouts": [encode_rollout(rollout) for rollout in rollouts]}, None)
+            await self.send_request(
+                {"score": 0, "rollouts": [encode_rollout(rollout) for rollout in rollouts]}, None
+            )
         )["scores"]
 
-    async def send_request(self, message: dict[str, Any], client: ModelClient | None = None) -> dict[str, Any]:
+    async def send_request(
+        self, message: dict[str, Any], client: ModelClient | None = None
+    ) -> dict[str, Any]:
         """The result of what its first key names, whose value is to be a number. Raises like `rollout`."""
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -201,7 +229,12 @@ class Worker:
     def change_words(self, words: list[str]) -> None:
         """Start processes by these words from now on; one that has no work is ended for it."""
         is_changed, self.words = words != self.words, words
-        if is_changed and self.process is not None and self.process.returncode is None and not self.waiting:
+        if (
+            is_changed
+            and self.process is not None
+            and self.process.returncode is None
+            and not self.waiting
+        ):
             self.process.kill()
 
     async def close(self) -> None:
@@ -211,7 +244,10 @@ class Worker:
             await process.wait()
         for task in [*self._tasks, *([self._reader] if self._reader else [])]:
             task.cancel()
-        self._starting, self._heard = asyncio.Lock(), asyncio.Event()  # the next loop may be another
+        self._starting, self._heard = (
+            asyncio.Lock(),
+            asyncio.Event(),
+        )  # the next loop may be another
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -253,20 +289,37 @@ class Worker:
             else:
                 one.future.set_exception(RuntimeError(message["words"]))
         code = await process.wait()
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+        how = (
+            f"was killed ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
         for one in self.waiting.values():
-            if one.process is process and not one.future.done():  # others are at the worker after it
+            if (
+                one.process is process and not one.future.done()
+            ):  # others are at the worker after it
                 one.future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
 
     async def _answer_chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:
         try:
-            turn = await client.chat(message["messages"], sampling_of(message), message.get("tools"))
+            turn = await client.chat(
+                message["messages"], sampling_of(message), message.get("tools")
+            )
         except Exception as error:  # the environment learns of it
             is_full = isinstance(error, ContextFull)
             words = f"{type(error).__name__}: {error}"
-            self._send_message({"error": number, "question": message["question"], "words": words, "is_full": is_full})
+            self._send_message(
+                {
+                    "error": number,
+                    "question": message["question"],
+                    "words": words,
+                    "is_full": is_full,
+                }
+            )
         else:
-            self._send_message({"turn": number, "question": message["question"], "value": asdict(turn)})
+            self._send_message(
+                {"turn": number, "question": message["question"], "value": asdict(turn)}
+            )
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Kills it when it gives no sign of life while it has work."""
@@ -281,8 +334,12 @@ class Worker:
             if time.monotonic() - self._last > limit and process.returncode is None:
                 log.warning(
                     "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
-                    "tried again", self.name, process.pid, limit, len(self.waiting),
-                )  # fmt: skip
+                    "tried again",
+                    self.name,
+                    process.pid,
+                    limit,
+                    len(self.waiting),
+                )
                 process.kill()
 
     async def _kill_unless_it_answers(self) -> None:

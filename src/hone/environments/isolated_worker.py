@@ -10,7 +10,13 @@ from dataclasses import asdict
 from typing import Any
 
 from hone.environments.environment import Environment, check_rollout
-from hone.environments.isolated import ARGUMENTS_VARIABLE, encode_rollout, rollout_of, sampling_of, turn_of
+from hone.environments.isolated import (
+    ARGUMENTS_VARIABLE,
+    encode_rollout,
+    rollout_of,
+    sampling_of,
+    turn_of,
+)
 from hone.environments.registry import load_environment
 from hone.records import ContextFull, Example, Message, Sampling, Tool, Turn
 from hone.users_code import CONTAINED
@@ -23,7 +29,9 @@ class Client:
         self.number, self.send = number, send
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
-    async def chat(self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None) -> Turn:
+    async def chat(
+        self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
+    ) -> Turn:
         number = len(self.answers)
         answer = self.answers[number] = asyncio.get_running_loop().create_future()
         asked = {"messages": messages, "sampling": asdict(sampling), "tools": tools}
@@ -41,8 +49,15 @@ class Worker:
         kind, number = next(iter(message.items()))
         if kind in ("begin", "score"):
             client = Client(number, self.send)
-            work = self._run_rollout(client, message) if kind == "begin" else self._run_scoring(message)
-            self.running[number] = asyncio.get_running_loop().create_task(self._run_request(number, work)), client
+            work = (
+                self._run_rollout(client, message)
+                if kind == "begin"
+                else self._run_scoring(message)
+            )
+            self.running[number] = (
+                asyncio.get_running_loop().create_task(self._run_request(number, work)),
+                client,
+            )
         elif kind == "ping":
             self.send({"pong": number})
         elif number in self.running:
@@ -57,7 +72,9 @@ class Worker:
                     answer.set_exception(kind(message["words"]))
 
     async def _run_rollout(self, client: Client, message: dict[str, Any]) -> dict[str, Any]:
-        done = await self.environment.rollout(client, Example(**message["example"]), sampling_of(message))
+        done = await self.environment.rollout(
+            client, Example(**message["example"]), sampling_of(message)
+        )
         return encode_rollout(check_rollout(done))
 
     async def _run_scoring(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -69,7 +86,10 @@ class Worker:
         try:
             with CONTAINED:
                 self.send({"done": number, "result": await work})
-        except (Exception, asyncio.CancelledError) as error:  # environments are users' code: theirs may raise anything
+        except (
+            Exception,
+            asyncio.CancelledError,
+        ) as error:  # environments are users' code: theirs may raise anything
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)
@@ -78,7 +98,9 @@ class Worker:
 def main() -> None:
     name, on_reward_error = sys.argv[1:3]
     arguments = json.loads(os.environ.pop(ARGUMENTS_VARIABLE, "{}"))
-    out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
+    out = os.fdopen(
+        os.dup(1), "w"
+    )  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
 
     sending = threading.Lock()

@@ -45,17 +45,31 @@ class JudgeRubric(Rubric):
         **others: Any,
     ) -> None:
         super().__init__(parser=parser, **others)
-        self.judge_client, self.judge_model, self.judge_prompt = judge_client, judge_model, judge_prompt
-        self.judge_sampling_args = {key: v for key, v in (judge_sampling_args or {}).items() if v is not None}
-        self.url, self.api_key_var, self.timeout = f"{base_url.rstrip('/')}/chat/completions", api_key_var, timeout
+        self.judge_client, self.judge_model, self.judge_prompt = (
+            judge_client,
+            judge_model,
+            judge_prompt,
+        )
+        self.judge_sampling_args = {
+            key: v for key, v in (judge_sampling_args or {}).items() if v is not None
+        }
+        self.url, self.api_key_var, self.timeout = (
+            f"{base_url.rstrip('/')}/chat/completions",
+            api_key_var,
+            timeout,
+        )
         for name in ("judge_client", "judge_model", "judge_prompt", "judge_sampling_args"):
             self.add_class_object(name, getattr(self, name))
         self.add_class_object("judge", self.judge)
 
     async def judge(
-        self, prompt: list[Message] | str, completion: Completion, answer: str, state: dict[str, Any] | None = None,
+        self,
+        prompt: list[Message] | str,
+        completion: Completion,
+        answer: str,
+        state: dict[str, Any] | None = None,
         **_: Any,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """What the judge says. Raises ConnectionError or RuntimeError where it cannot be asked."""
         asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
         response = self.parser.parse_answer(completion)
@@ -81,7 +95,9 @@ class JudgeRubric(Rubric):
                     answer = await client.post(self.url, json=body)
                 except httpx.HTTPError as error:
                     if is_last:
-                        raise ConnectionError(f"the judge at {self.url}: {type(error).__name__}") from None
+                        raise ConnectionError(
+                            f"the judge at {self.url}: {type(error).__name__}"
+                        ) from None
                 else:
                     if answer.status_code == 200:
                         return answer.json()["choices"][0]["message"]["content"] or ""

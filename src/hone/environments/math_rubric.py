@@ -51,10 +51,14 @@ class MathRubric(Rubric):
         max_workers: int | None = None,
         **others: Any,
     ) -> None:
-        super().__init__(funcs, weights, parser or MaybeThinkParser(extract_fn=extract_boxed_answer), **others)
+        super().__init__(
+            funcs, weights, parser or MaybeThinkParser(extract_fn=extract_boxed_answer), **others
+        )
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError('MathRubric needs the module math_verify: install "hone-rl[math]"')
-        self.comparer = Comparer(timeout_seconds, max_workers or min(MOST_WORKERS, machine.usable_cores()))
+        self.comparer = Comparer(
+            timeout_seconds, max_workers or min(MOST_WORKERS, machine.usable_cores())
+        )
         self.add_reward_func(self.correct_answer)
 
     async def correct_answer(self, parser: Parser, completion: Completion, answer: str) -> float:
@@ -107,7 +111,9 @@ class Comparer:
         """Return a process that has imported what it needs. Raises RuntimeError where it cannot."""
         pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-P", "-c", WORKER)
         silent = asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe, stderr=silent)
+        process = await asyncio.create_subprocess_exec(
+            *words, stdin=pipe, stdout=pipe, stderr=silent
+        )
         assert process.stdout is not None
         try:
             async with asyncio.timeout(START):
@@ -119,7 +125,9 @@ class Comparer:
             raise
         if not is_ready:
             await self._end_process(process)
-            raise RuntimeError(f"the process that compares answers by math_verify did not start within {START:.0f} s")
+            raise RuntimeError(
+                f"the process that compares answers by math_verify did not start within {START:.0f} s"
+            )
         return process
 
     async def _end_process(self, process: asyncio.subprocess.Process | None) -> None:

@@ -14,7 +14,9 @@ def assistant_texts(completion: Completion) -> list[str]:
     """What the assistant said, turn by turn."""
     if isinstance(completion, str):
         return [completion]
-    return [message.get("content") or "" for message in completion if message["role"] == "assistant"]
+    return [
+        message.get("content") or "" for message in completion if message["role"] == "assistant"
+    ]
 
 
 class Parser:
@@ -71,10 +73,11 @@ class ThinkParser(Parser):
         def format_reward(completion: Completion) -> float:
             texts = [text.strip() for text in assistant_texts(completion)]
             good = [
-                text.startswith("<think>") and text.count("<think>") == text.count("</think>") == 1
+                text.startswith("<think>")
+                and text.count("<think>") == text.count("</think>") == 1
                 and bool(text.partition("</think>")[2].strip())
                 for text in texts
-            ]  # fmt: skip
+            ]
             return sum(good) / len(good) if good else 0.0
 
         return format_reward
@@ -120,10 +123,14 @@ class XMLParser(Parser):
         self.fields = [[field] if isinstance(field, str) else list(field) for field in fields]
         names = [name for alternatives in self.fields for name in alternatives]
         if len(set(names)) != len(names) or not names:
-            raise ValueError(f"XMLParser fields must be given and differ from each other, found {fields!r}")
+            raise ValueError(
+                f"XMLParser fields must be given and differ from each other, found {fields!r}"
+            )
         self.answer_field = answer_field or ("answer" if "answer" in names else self.fields[-1][0])
         if self.answer_field not in names:
-            raise ValueError(f"answer_field {answer_field!r} is not one of the fields: {', '.join(names)}")
+            raise ValueError(
+                f"answer_field {answer_field!r} is not one of the fields: {', '.join(names)}"
+            )
 
     def parse(self, text: str, strip: bool = True, last: bool = False) -> SimpleNamespace:
         found: dict[str, str | None] = {}
@@ -166,9 +173,16 @@ class XMLParser(Parser):
 
     def _format_score(self, text: str) -> float:
         parsed = self.parse(text)
-        present = [any(getattr(parsed, name) is not None for name in names) for names in self.fields]
+        present = [
+            any(getattr(parsed, name) is not None for name in names) for names in self.fields
+        ]
         names = [name for alternatives in self.fields for name in alternatives]
         paired = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
         starts = any(text.startswith(f"<{name}>") for name in self.fields[0])
         ends = any(text.endswith(f"</{name}>") for name in self.fields[-1])
-        return 0.4 * sum(present) / len(present) + 0.2 * (paired and any(present)) + 0.2 * starts + 0.2 * ends
+        return (
+            0.4 * sum(present) / len(present)
+            + 0.2 * (paired and any(present))
+            + 0.2 * starts
+            + 0.2 * ends
+        )

@@ -30,13 +30,17 @@ def _load_configured(env: EnvConfig) -> Environment:
     env_id = env.id
     name = env_id.rpartition("/")[2]
     module_name = name.replace("-", "_")
-    python = verifiers_v0.python_of(name, module_name, env.venv) if module_name.isidentifier() else None
+    python = (
+        verifiers_v0.python_of(name, module_name, env.venv) if module_name.isidentifier() else None
+    )
     if python is not None:
         return verifiers_v0.Foreign(env_id, env.args, python, env.workers)
     if not module_name.isidentifier() or importlib.util.find_spec(module_name) is None:
         installed = installed_environments()
         near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"installed: {', '.join(installed) or 'none'}"
+        hint = (
+            f"did you mean {near[0]}?" if near else f"installed: {', '.join(installed) or 'none'}"
+        )
         raise ValueError(
             f"environment {env_id!r} is not installed (no module {module_name}); {hint}; one of your own: "
             f"PYTHONPATH=DIRECTORY_OF_{module_name}.py, or install its package"
@@ -50,7 +54,9 @@ def add_folder(place: str, env_id: str) -> None:
     if folder.is_dir():
         sys.path.insert(0, str(folder))
         paths = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.resolve()), paths]))  # of its workers
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(folder.resolve()), paths])
+        )  # of its workers
 
 
 def described_environments() -> list[tuple[str, str, str, str]]:
@@ -60,9 +66,19 @@ def described_environments() -> list[tuple[str, str, str, str]]:
         protocol = _find_protocol(distribution)
         if protocol:
             about = distribution.metadata
-            rows.append((about["Name"].replace("_", "-"), about["Version"], protocol, about["Summary"] or ""))
+            rows.append(
+                (
+                    about["Name"].replace("_", "-"),
+                    about["Version"],
+                    protocol,
+                    about["Summary"] or "",
+                )
+            )
     own = isolated_place("").glob("*/bin/python")
-    rows += [(path.parent.parent.name, "", "verifiers", "in a virtual environment of its own") for path in own]
+    rows += [
+        (path.parent.parent.name, "", "verifiers", "in a virtual environment of its own")
+        for path in own
+    ]
     return sorted(set(rows))
 
 
@@ -72,8 +88,12 @@ def installed_environments() -> list[str]:
 
 
 def _find_protocol(distribution: importlib.metadata.Distribution) -> str:
-    needs = [requirement for requirement in distribution.requires or [] if "extra ==" not in requirement]
-    found = {name for need in needs for name in ("hone-rl", "verifiers") if re.match(rf"{name}\b", need)}
+    needs = [
+        requirement for requirement in distribution.requires or [] if "extra ==" not in requirement
+    ]
+    found = {
+        name for need in needs for name in ("hone-rl", "verifiers") if re.match(rf"{name}\b", need)
+    }
     return "hone" if "hone-rl" in found else "verifiers" if found else ""
 
 

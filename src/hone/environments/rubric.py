@@ -21,8 +21,14 @@ log = logging.getLogger("hone.environments")
 RewardFunction = Callable[..., Any]
 RAISED = "reward_raised"  # how many functions gave no number
 OF_ONE = ("prompt", "completion", "answer", "state", "info", "task", "parser")
-OF_GROUP = {"prompts": "prompt", "completions": "completion", "answers": "answer", "states": "state", "infos": "info",
-            "tasks": "task"}  # fmt: skip
+OF_GROUP = {
+    "prompts": "prompt",
+    "completions": "completion",
+    "answers": "answer",
+    "states": "state",
+    "infos": "info",
+    "tasks": "task",
+}
 _said: set[tuple[str, str]] = set()
 
 
@@ -57,7 +63,9 @@ class Rubric:
         self.funcs = list(funcs or [])
         self.weights = list(weights) if weights is not None else [1.0] * len(self.funcs)
         if len(self.weights) != len(self.funcs):
-            raise ValueError(f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights")
+            raise ValueError(
+                f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights"
+            )
         self.parser, self._has_parser = parser or Parser(), parser is not None
         self.class_objects: dict[str, Any] = {}
 
@@ -93,7 +101,9 @@ class Rubric:
                         f"(there are: {', '.join(dict.fromkeys(known))})"
                     )
 
-    async def score(self, timeout: float | None = None, **available: Any) -> tuple[float, dict[str, float]]:
+    async def score(
+        self, timeout: float | None = None, **available: Any
+    ) -> tuple[float, dict[str, float]]:
         """The reward and the values of the functions of one rollout. `available` is what they may ask for; `timeout`:
         seconds of one call. Raises RewardError."""
         available = {"parser": self.parser, **available, **self.class_objects}
@@ -110,11 +120,18 @@ class Rubric:
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[tuple[float, dict[str, float]]]:
         """For every rollout of a group the reward and the values of the functions that compare them."""
-        every: dict[str, Any] = {many: [one[name] for one in available] for many, name in OF_GROUP.items()}
+        every: dict[str, Any] = {
+            many: [one[name] for one in available] for many, name in OF_GROUP.items()
+        }
         every |= {"parser": self.parser, **self.class_objects}
         mine = [i for i, func in enumerate(self.funcs) if _is_of_group(func)]
-        found = {i: await self._call_for_all(self.funcs[i], every, len(available), timeout) for i in mine}
-        return [self._sum_scores({i: values[k] for i, values in found.items()}) for k in range(len(available))]
+        found = {
+            i: await self._call_for_all(self.funcs[i], every, len(available), timeout) for i in mine
+        }
+        return [
+            self._sum_scores({i: values[k] for i, values in found.items()})
+            for k in range(len(available))
+        ]
 
     async def _call_for_all(
         self, func: RewardFunction, available: dict[str, Any], count: int, timeout: float | None
@@ -129,14 +146,23 @@ class Rubric:
         return list(found) if found else [None] * count
 
     async def _call_function(
-        self, func: RewardFunction, available: dict[str, Any], timeout: float | None,
+        self,
+        func: RewardFunction,
+        available: dict[str, Any],
+        timeout: float | None,
         read: Callable[[Any], list[float]],
-    ) -> list[float] | None:  # fmt: skip
+    ) -> list[float] | None:
         try:
             return read(await call_function(func, available, timeout))
         except Exception as error:  # a user's function: whatever it raises must not end the run
-            what = str(error) if isinstance(error, _NoNumber) else f"raised {type(error).__name__}: {error}"
-            what = f"wanted to end the process: {error}" if isinstance(error, ExitInUserCode) else what
+            what = (
+                str(error)
+                if isinstance(error, _NoNumber)
+                else f"raised {type(error).__name__}: {error}"
+            )
+            what = (
+                f"wanted to end the process: {error}" if isinstance(error, ExitInUserCode) else what
+            )
             what = f"gave no value within {timeout:g} s" if isinstance(error, OutOfTime) else what
             at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             place = "" if isinstance(error, _NoNumber) else f" ({at.filename}:{at.lineno})"
@@ -153,7 +179,10 @@ class Rubric:
             log.warning("reward function %s %s; that %s, here and from now on", name, what, then)
 
     def _sum_scores(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
-        names, values = self.function_names(), {i: 0.0 if value is None else value for i, value in found.items()}
+        names, values = (
+            self.function_names(),
+            {i: 0.0 if value is None else value for i, value in found.items()},
+        )
         metrics = {names[i]: value for i, value in values.items()}
         reward = sum(self.weights[i] * value for i, value in values.items())
         lost = sum(value is None for value in found.values())
@@ -194,7 +223,9 @@ class RubricGroup(Rubric):
         for rubric in self.rubrics:
             rubric.check()
 
-    async def score(self, timeout: float | None = None, **available: Any) -> tuple[float, dict[str, float]]:
+    async def score(
+        self, timeout: float | None = None, **available: Any
+    ) -> tuple[float, dict[str, float]]:
         return _merge_scores([await rubric.score(timeout, **available) for rubric in self.rubrics])
 
     async def score_group(
@@ -204,13 +235,19 @@ class RubricGroup(Rubric):
         return [_merge_scores(of_one) for of_one in zip(*found, strict=True)]
 
     def function_names(self) -> list[str]:
-        return list(make_unique(tuple(name for rubric in self.rubrics for name in rubric.function_names())))
+        return list(
+            make_unique(tuple(name for rubric in self.rubrics for name in rubric.function_names()))
+        )
 
     get_reward_func_names = function_names
 
 
-def _merge_scores(scores: Sequence[tuple[float, dict[str, float]]]) -> tuple[float, dict[str, float]]:
-    items = [(name, value) for _, metrics in scores for name, value in metrics.items() if name != RAISED]
+def _merge_scores(
+    scores: Sequence[tuple[float, dict[str, float]]],
+) -> tuple[float, dict[str, float]]:
+    items = [
+        (name, value) for _, metrics in scores for name, value in metrics.items() if name != RAISED
+    ]
     names = make_unique(tuple(name for name, _ in items))
     metrics = {name: value for name, (_, value) in zip(names, items, strict=True)}
     lost = sum(metrics.get(RAISED, 0.0) for _, metrics in scores)

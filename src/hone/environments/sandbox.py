@@ -59,20 +59,29 @@ class Sandbox:
         """Raises SandboxError, in words, where this machine cannot contain it."""
         limits, tool = limits or Limits(), shutil.which("unshare")
         if not sys.platform.startswith("linux") or tool is None:
-            missing = "Linux" if not sys.platform.startswith("linux") else "the program unshare (of util-linux)"
+            missing = (
+                "Linux"
+                if not sys.platform.startswith("linux")
+                else "the program unshare (of util-linux)"
+            )
             raise SandboxError(f"code of a model is not run here: containing it needs {missing}")
         is_root = os.geteuid() == 0
         cls.count += 1
         root = tempfile.mkdtemp(prefix="hone-sandbox-")
         readable = [sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("stdlib")]
         inside: dict[str, Any] = vars(limits) | {
-            "root": root, "readable": readable, "packages": sysconfig.get_path("purelib"),
+            "root": root,
+            "readable": readable,
+            "packages": sysconfig.get_path("purelib"),
             "user": USERS + (os.getpid() * 37 + cls.count) % 4000 if is_root else 0,
-        }  # fmt: skip
+        }
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
         words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
-        pipe, plain = asyncio.subprocess.PIPE, {"PATH": "/usr/bin:/bin"}  # nothing of ours: keys may be there
+        pipe, plain = (
+            asyncio.subprocess.PIPE,
+            {"PATH": "/usr/bin:/bin"},
+        )  # nothing of ours: keys may be there
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24, env=plain
         )
@@ -81,7 +90,9 @@ class Sandbox:
             async with asyncio.timeout(START):
                 assert process.stdout is not None and process.stderr is not None
                 if not await process.stdout.readline():
-                    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    said = (
+                        (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    )
                     raise SandboxError(
                         "code of a model is not run here: containing it needs namespaces of Linux (user, network, "
                         f"process, mount), which this machine refuses: {said[-1] if said else 'no reason given'}"
@@ -138,8 +149,14 @@ class Sandboxes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def take(self) -> Sandbox:
-        if self._loop is not asyncio.get_running_loop():  # those of an earlier `asyncio.run` have ended with it
-            self._loop, self._free, self._room = asyncio.get_running_loop(), [], asyncio.Semaphore(self.most)
+        if (
+            self._loop is not asyncio.get_running_loop()
+        ):  # those of an earlier `asyncio.run` have ended with it
+            self._loop, self._free, self._room = (
+                asyncio.get_running_loop(),
+                [],
+                asyncio.Semaphore(self.most),
+            )
         await self._room.acquire()
         try:
             return self._free.pop() if self._free else await Sandbox.start(self.limits)

@@ -23,8 +23,23 @@ import traceback
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-MNT_DETACH, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_PDEATHSIG, PR_SET_SECCOMP = 2, 38, 24, 1, 22
-SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/alternatives", "/etc/ld.so.cache", "/dev/null", "/dev/urandom")
+MNT_DETACH, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_PDEATHSIG, PR_SET_SECCOMP = (
+    2,
+    38,
+    24,
+    1,
+    22,
+)
+SYSTEM = (
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/etc/alternatives",
+    "/etc/ld.so.cache",
+    "/dev/null",
+    "/dev/urandom",
+)
 HOME = "/home/python"  # the session's folder
 FILES = 4096  # files and directories in HOME
 CLONE3, CLONE_THREAD, AF_INET6 = 435, 0x10000, 10
@@ -35,13 +50,13 @@ CLONE3, CLONE_THREAD, AF_INET6 = 435, 0x10000, 10
 SYSTEM_CALLS = {
     "x86_64": (
         0xC000003E, 56, 41, 441,
-        (57, 58, 59, 322, 272, 308, 165, 155, 29, 68, 64, 101, 310, 311, 319, 248, 249, 250, 321, 323, 298, 425, 428,
-         430, 438),
+        (57, 58, 59, 322, 272, 308, 165, 155, 29, 68, 64, 101, 310, 311, 319, 248, 249, 250, 321,
+         323, 298, 425, 428, 430, 438),
     ),
     "aarch64": (
         0xC00000B7, 220, 198, 441,
-        (221, 281, 97, 268, 40, 41, 194, 186, 190, 117, 270, 271, 279, 217, 218, 219, 280, 282, 241, 425, 428, 430,
-         438),
+        (221, 281, 97, 268, 40, 41, 194, 186, 190, 117, 270, 271, 279, 217, 218, 219, 280, 282,
+         241, 425, 428, 430, 438),
     ),
 }  # fmt: skip
 libc = ctypes.CDLL(None, use_errno=True)
@@ -103,11 +118,21 @@ def filter_system_calls():
     load, equal, any_bit, at_least, end = 0x20, 0x15, 0x45, 0x35, 0x06
     denied, absent, allowed = 0x00050001, 0x00050026, 0x7FFF0000
     rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, denied), (load, 0, 0, 0)]
-    rules += [(at_least, 0, 1, 0x40000000), (end, 0, 0, denied), (equal, 0, 1, CLONE3), (end, 0, 0, absent)]
+    rules += [
+        (at_least, 0, 1, 0x40000000),
+        (end, 0, 0, denied),
+        (equal, 0, 1, CLONE3),
+        (end, 0, 0, absent),
+    ]
     rules += [(at_least, 0, 1, first_new), (end, 0, 0, absent)]
     for number in refused:
         rules += [(equal, 0, 1, number), (end, 0, 0, denied)]
-    rules += [(equal, 0, 3, clone), (load, 0, 0, 16), (any_bit, 1, 0, CLONE_THREAD), (end, 0, 0, denied)]
+    rules += [
+        (equal, 0, 3, clone),
+        (load, 0, 0, 16),
+        (any_bit, 1, 0, CLONE_THREAD),
+        (end, 0, 0, denied),
+    ]
     rules += [
         (load, 0, 0, 0),
         (equal, 0, 3, socket),
@@ -124,10 +149,13 @@ def filter_system_calls():
 
 def give_up_privileges(limits, user):
     for kind, value in (
-        (resource.RLIMIT_AS, limits["memory"]), (resource.RLIMIT_FSIZE, limits["file"]),
-        (resource.RLIMIT_CPU, limits["cpu"]), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_AS, limits["memory"]),
+        (resource.RLIMIT_FSIZE, limits["file"]),
+        (resource.RLIMIT_CPU, limits["cpu"]),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, 64),
         (resource.RLIMIT_NPROC, limits["threads"]),
-    ):  # fmt: skip
+    ):
         resource.setrlimit(kind, (value, value))
     for capability in range(64):
         libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
@@ -191,7 +219,11 @@ class Session:
     def discard_output(self):
         """Discard what the code wrote after the end of its call. The session is stopped, so this ends."""
         while select.select([self.printed, self.ended], [], [], 0)[0]:
-            if not any(os.read(fd, 1 << 16) for fd in (self.printed, self.ended) if select.select([fd], [], [], 0)[0]):
+            if not any(
+                os.read(fd, 1 << 16)
+                for fd in (self.printed, self.ended)
+                if select.select([fd], [], [], 0)[0]
+            ):
                 return
 
     def end(self):
@@ -251,7 +283,9 @@ def run_code(code, names):
         sys.stdout.flush()
         frames = traceback.extract_tb(error.__traceback__)
         mine = [frame for frame in frames if frame.filename == "<python>"]
-        place = "".join(f'  File "<python>", line {frame.lineno}, in {frame.name}\n' for frame in mine)
+        place = "".join(
+            f'  File "<python>", line {frame.lineno}, in {frame.name}\n' for frame in mine
+        )
         said = "".join(traceback.format_exception_only(error))
         sys.stderr.write((f"Traceback (most recent call last):\n{place}" if place else "") + said)
 
@@ -263,7 +297,9 @@ def main():
     readable = [*SYSTEM, *dict.fromkeys(limits["readable"])]
     enter_root(limits["root"], readable, limits["disk"])
     os.environ.clear()
-    os.environ.update(HOME=HOME, PATH="/usr/bin:/bin", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TMPDIR=HOME)
+    os.environ.update(
+        HOME=HOME, PATH="/usr/bin:/bin", OPENBLAS_NUM_THREADS="1", OMP_NUM_THREADS="1", TMPDIR=HOME
+    )
     sys.path.append(limits["packages"])
     session = Session(limits, user)
     print(json.dumps({"ready": True}), flush=True)
@@ -281,7 +317,10 @@ def main():
             text, dropped, what = session.run(code, asked["seconds"], limits["output"])
         if what:
             session = Session(limits, user)
-        print(json.dumps({"text": text.decode(errors="replace"), "dropped": dropped, "what": what}), flush=True)
+        print(
+            json.dumps({"text": text.decode(errors="replace"), "dropped": dropped, "what": what}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -25,19 +25,29 @@ def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
     try:
         types = get_type_hints(_unwrap_partial(function))
     except Exception as error:  # annotations are users' code
-        raise ValueError(f"tool {name_of(function)}: its annotations cannot be read: {error}") from None
+        raise ValueError(
+            f"tool {name_of(function)}: its annotations cannot be read: {error}"
+        ) from None
     fields: dict[str, Any] = {}
     for name, parameter in inspect.signature(function).parameters.items():
-        if name in skip or name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if (
+            name in skip
+            or name == "self"
+            or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        ):
             continue
         if name.startswith("_") or name == "model_config":
-            raise ValueError(f"tool {name_of(function)}: a parameter cannot be named {name!r}; rename it")
+            raise ValueError(
+                f"tool {name_of(function)}: a parameter cannot be named {name!r}; rename it"
+            )
         default = ... if parameter.default is inspect.Parameter.empty else parameter.default
         fields[name] = (types.get(name, str), Field(default, description=of_parameters.get(name)))
     schema = create_model(name_of(function), **fields).model_json_schema()
     for one in schema.get("properties", {}).values():
         one.pop("title", None)
-    parameters = {key: value for key, value in schema.items() if key not in ("title", "description")}
+    parameters = {
+        key: value for key, value in schema.items() if key not in ("title", "description")
+    }
     parameters.setdefault("properties", {})
     return {
         "type": "function",
@@ -143,23 +153,36 @@ class ToolEnv(MultiTurnEnv):
 
     @stop
     async def no_tools_called(self, state: State) -> bool:
-        return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get("tool_calls")
+        return bool(state["trajectory"]) and not state["trajectory"][-1]["completion"][-1].get(
+            "tool_calls"
+        )
 
     async def env_response(self, messages: list[Message], state: State) -> list[Message]:
-        return [await self._answer_call(call, messages, state) for call in messages[-1].get("tool_calls") or []]
+        return [
+            await self._answer_call(call, messages, state)
+            for call in messages[-1].get("tool_calls") or []
+        ]
 
-    async def _answer_call(self, call: dict[str, Any], messages: list[Message], state: State) -> Message:
+    async def _answer_call(
+        self, call: dict[str, Any], messages: list[Message], state: State
+    ) -> Message:
         name, written = call["function"]["name"], call["function"]["arguments"]
         try:
             arguments = json.loads(written or "{}") if isinstance(written, str) else written
             if name not in self.tool_map:
-                raise ValueError(f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map)}")
+                raise ValueError(
+                    f"there is no tool {name!r}; the tools are: {', '.join(self.tool_map)}"
+                )
             arguments = await self.arguments_of(name, arguments, messages, state)
             return await self.call_tool(name, arguments, call["id"])
         except Exception as error:  # the model learns of it
             if isinstance(error, (*self.stop_errors, ExitInUserCode)):
                 raise
-            return {"role": "tool", "content": self.error_formatter(error), "tool_call_id": call["id"]}
+            return {
+                "role": "tool",
+                "content": self.error_formatter(error),
+                "tool_call_id": call["id"],
+            }
 
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
@@ -167,7 +190,9 @@ class ToolEnv(MultiTurnEnv):
         """The arguments of a call as the tool gets them."""
         return arguments
 
-    async def call_tool(self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **_: Any) -> Message:
+    async def call_tool(
+        self, tool_name: str, tool_args: dict[str, Any], tool_call_id: str, **_: Any
+    ) -> Message:
         tool = self.tool_map[tool_name]
         try:
             inspect.signature(tool).bind(**tool_args)
@@ -177,7 +202,11 @@ class ToolEnv(MultiTurnEnv):
             result = await call_function(tool, tool_args, self.call_timeout)
         except OutOfTime:
             raise ValueError(f"{tool_name} did not end within {self.call_timeout} s") from None
-        content = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+        content = (
+            result
+            if isinstance(result, str)
+            else json.dumps(result, default=str, ensure_ascii=False)
+        )
         return {"role": "tool", "content": content, "tool_call_id": tool_call_id}
 
 
@@ -189,7 +218,12 @@ class StatefulToolEnv(ToolEnv):
     """
 
     def update_tool_args(
-        self, tool_name: str, tool_args: dict[str, Any], messages: list[Message], state: State, **_: Any
+        self,
+        tool_name: str,
+        tool_args: dict[str, Any],
+        messages: list[Message],
+        state: State,
+        **_: Any,
     ) -> Any:
         raise NotImplementedError(
             f"{type(self).__name__} has no update_tool_args(tool_name, tool_args, messages, state)"
@@ -198,4 +232,6 @@ class StatefulToolEnv(ToolEnv):
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
     ) -> dict[str, Any]:
-        return await call_function(self.update_tool_args, {}, None, (name, arguments, messages, state))
+        return await call_function(
+            self.update_tool_args, {}, None, (name, arguments, messages, state)
+        )

@@ -31,8 +31,12 @@ def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
     return mark_method
 
 
-stop = _make_decorator("stop", "`condition(self, state) -> bool`: the conversation ends when it holds.")
-cleanup = _make_decorator("cleanup", "`clean(self, state)` that is called when a rollout has ended, however it did.")
+stop = _make_decorator(
+    "stop", "`condition(self, state) -> bool`: the conversation ends when it holds."
+)
+cleanup = _make_decorator(
+    "cleanup", "`clean(self, state)` that is called when a rollout has ended, however it did."
+)
 teardown = _make_decorator("teardown", "that is called when the environment is no longer needed.")
 
 
@@ -47,7 +51,9 @@ class MultiTurnEnv(Environment):
     trajectory (prompt and completion of each turn), and what the environment puts there.
     """
 
-    times_its_calls = False  # whether env_response holds `call_timeout` itself, for each of what it calls
+    times_its_calls = (
+        False  # whether env_response holds `call_timeout` itself, for each of what it calls
+    )
 
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
@@ -85,12 +91,23 @@ class MultiTurnEnv(Environment):
     # ------------------------------------------------------------------------------------------ the loop
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        start, own = time.perf_counter(), example.copy()  # the rollouts of a group share the example
+        start, own = (
+            time.perf_counter(),
+            example.copy(),
+        )  # the rollouts of a group share the example
         state: State = {
-            "prompt": own.prompt, "completion": [], "answer": own.answer, "info": own.info,
-            "task": example.task, "example_id": example.id, "turn": 0, "trajectory": [], "metrics": {},
-            "is_completed": False, "stop_condition": None,
-        }  # fmt: skip
+            "prompt": own.prompt,
+            "completion": [],
+            "answer": own.answer,
+            "info": own.info,
+            "task": example.task,
+            "example_id": example.id,
+            "turn": 0,
+            "trajectory": [],
+            "metrics": {},
+            "is_completed": False,
+            "stop_condition": None,
+        }
         turns: list[Turn] = []
         asked = 0.0  # seconds of the model
         try:
@@ -99,7 +116,9 @@ class MultiTurnEnv(Environment):
             while not await self._is_over(state):
                 messages = [*state["prompt"], *state["completion"]]
                 if turns:
-                    answers = _parse_messages(await self._call_hook("env_response", state, messages), state)
+                    answers = _parse_messages(
+                        await self._call_hook("env_response", state, messages), state
+                    )
                     if state.get("final_env_response") is not None:
                         state["completion"] += _parse_messages(state["final_env_response"], state)
                         continue
@@ -119,7 +138,9 @@ class MultiTurnEnv(Environment):
                 turns.append(turn)
                 state["turn"] += 1
                 state["completion"].append(turn.assistant_message)
-                state["trajectory"].append({"prompt": messages, "completion": [turn.assistant_message]})
+                state["trajectory"].append(
+                    {"prompt": messages, "completion": [turn.assistant_message]}
+                )
             state["is_completed"] = True
         finally:
             for _, clean in self._cleanups:
@@ -129,7 +150,11 @@ class MultiTurnEnv(Environment):
         await self.score(rollout, state)
         now = time.perf_counter()
         rollout.seconds = now - start
-        rollout.timings = {"model": asked, "environment": ended - start - asked, "scoring": now - ended}
+        rollout.timings = {
+            "model": asked,
+            "environment": ended - start - asked,
+            "scoring": now - ended,
+        }
         return rollout
 
     def _tell_of_room(self, turns: int) -> None:
@@ -137,8 +162,9 @@ class MultiTurnEnv(Environment):
             log.warning(
                 "a conversation of %s ended after %d turns since it leaves no room in the model's context, and so will "
                 "others (stop: prompt_too_long); a longer seq_len (max_model_len of a server) lets them go on",
-                type(self).__name__, turns,
-            )  # fmt: skip
+                type(self).__name__,
+                turns,
+            )
         self._told = True
 
     async def close(self) -> None:
@@ -148,7 +174,9 @@ class MultiTurnEnv(Environment):
     async def _is_over(self, state: State) -> bool:
         if self._is_ours("is_completed"):
             return await self.is_completed(state)
-        over = bool(await self._call_hook("is_completed", state, [*state["prompt"], *state["completion"]]))
+        over = bool(
+            await self._call_hook("is_completed", state, [*state["prompt"], *state["completion"]])
+        )
         if over and not state["stop_condition"]:
             state["stop_condition"] = "is_completed"
         return over
@@ -157,10 +185,15 @@ class MultiTurnEnv(Environment):
         """Whether a method is not overridden: then it does little, and is not worth looking at for every rollout."""
         return getattr(getattr(self, name), "__func__", None) is getattr(MultiTurnEnv, name)
 
-    async def _call_hook(self, name: str, state: State, messages: list[Message] | None = None) -> Any:
+    async def _call_hook(
+        self, name: str, state: State, messages: list[Message] | None = None
+    ) -> Any:
         """A method that may be the user's: with (messages, state) or (state), as it was written."""
         method = getattr(self, name)
-        takes_messages = messages is not None and positional_names(method)[:1] not in (("state",), ())
+        takes_messages = messages is not None and positional_names(method)[:1] not in (
+            ("state",),
+            (),
+        )
         positional = (messages, state) if takes_messages else (state,)
         timeout = self.call_timeout if name == "env_response" and not self.times_its_calls else None
         return await call_function(method, {}, timeout, positional)
@@ -191,8 +224,12 @@ def _parse_messages(given: Any, state: State) -> list[Message]:
         given = {"role": "user", "content": given}
     if isinstance(given, dict):
         given = [given]
-    if not isinstance(given, list) or not all(isinstance(one, dict) and "role" in one for one in given):
-        raise TypeError(f"env_response gave {given!r:.100}, not messages (dicts with role and content)")
+    if not isinstance(given, list) or not all(
+        isinstance(one, dict) and "role" in one for one in given
+    ):
+        raise TypeError(
+            f"env_response gave {given!r:.100}, not messages (dicts with role and content)"
+        )
     return given
 
 

@@ -7,9 +7,21 @@ from typing import Any
 
 # Keys of an [[eval]] entry of a TOML file by the flag's name; `env_id` and `id` name the environment.
 FROM_FILE = (
-    "env", "model", "api_base_url", "api_key_var", "num_examples", "rollouts_per_example", "max_concurrent",
-    "max_tokens", "temperature", "sampling_args", "env_args", "seed", "timeout", "max_retries",
-)  # fmt: skip
+    "env",
+    "model",
+    "api_base_url",
+    "api_key_var",
+    "num_examples",
+    "rollouts_per_example",
+    "max_concurrent",
+    "max_tokens",
+    "temperature",
+    "sampling_args",
+    "env_args",
+    "seed",
+    "timeout",
+    "max_retries",
+)
 
 
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
@@ -19,7 +31,11 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         epilog="Exit code 1 when more rollouts failed than --fail-above allows.",
     )
     add = parser.add_argument
-    add("env", nargs="?", help="environment id, as in reverse-text; or a TOML file with [[eval]] entries")
+    add(
+        "env",
+        nargs="?",
+        help="environment id, as in reverse-text; or a TOML file with [[eval]] entries",
+    )
     add(
         "-m",
         "--model",
@@ -38,36 +54,147 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="environment variable that holds the API key; where unset, HONE_API_KEY for a server of Hone's",
     )
     add(
-        "-e", "--endpoints-path", default="configs/endpoints.py", help="endpoint registry (.py or .toml) with ENDPOINTS"
+        "-e",
+        "--endpoints-path",
+        default="configs/endpoints.py",
+        help="endpoint registry (.py or .toml) with ENDPOINTS",
     )
-    add("-p", "--env-dir-path", default="environments", help="folder with environments that are not installed")
     add(
-        "-n", "--num-examples", type=parse_example_count, default=5, help="examples to evaluate, -1 for all (default 5)"
+        "-p",
+        "--env-dir-path",
+        default="environments",
+        help="folder with environments that are not installed",
     )
-    add("-r", "--rollouts-per-example", type=parse_positive, default=3, help="rollouts of each (default 3)")
-    add("-c", "--max-concurrent", type=parse_positive, default=32, help="requests in flight (default 32)")
-    add("-t", "--max-tokens", type=parse_positive, default=1024, help="longest completion (default 1024)")
-    add("-T", "--temperature", type=float, default=1.0, help="softmax temperature; 0 is greedy (default 1.0)")
-    add("-S", "--sampling-args", type=json_object, default={}, help="further request fields as JSON; they win")
-    add("--chat-template", help="of a model that is loaded here: a file, the name of one of Hone's, or its text")
-    add("--template-arguments", type=json_object, default={}, help="arguments of the chat template as JSON")
-    add("-a", "--env-args", type=json_object, default={}, help="arguments of load_environment as JSON")
-    add("-s", "--save-results", action="store_true", help="write results.jsonl and metadata.json under outputs/evals")
+    add(
+        "-n",
+        "--num-examples",
+        type=parse_example_count,
+        default=5,
+        help="examples to evaluate, -1 for all (default 5)",
+    )
+    add(
+        "-r",
+        "--rollouts-per-example",
+        type=parse_positive,
+        default=3,
+        help="rollouts of each (default 3)",
+    )
+    add(
+        "-c",
+        "--max-concurrent",
+        type=parse_positive,
+        default=32,
+        help="requests in flight (default 32)",
+    )
+    add(
+        "-t",
+        "--max-tokens",
+        type=parse_positive,
+        default=1024,
+        help="longest completion (default 1024)",
+    )
+    add(
+        "-T",
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="softmax temperature; 0 is greedy (default 1.0)",
+    )
+    add(
+        "-S",
+        "--sampling-args",
+        type=json_object,
+        default={},
+        help="further request fields as JSON; they win",
+    )
+    add(
+        "--chat-template",
+        help="of a model that is loaded here: a file, the name of one of Hone's, or its text",
+    )
+    add(
+        "--template-arguments",
+        type=json_object,
+        default={},
+        help="arguments of the chat template as JSON",
+    )
+    add(
+        "-a",
+        "--env-args",
+        type=json_object,
+        default={},
+        help="arguments of load_environment as JSON",
+    )
+    add(
+        "-s",
+        "--save-results",
+        action="store_true",
+        help="write results.jsonl and metadata.json under outputs/evals",
+    )
     add("-v", "--verbose", action="store_true", help="print every rollout")
-    add("-H", "--html", nargs="?", const="", help="write the rollouts as an HTML page (default rollouts.html)")
-    add("--token-ids", action="store_true", help="save the ids and logprobs of tokens too, where the server gives them")
-    add("--resume", nargs="?", const="", help="go on with saved results: a folder, or the latest that was not finished")
-    add("--compare", nargs=2, metavar=("A", "B"), help="compare two folders of results, paired by example")
-    add("--max-retries", type=int, default=0, help="further attempts at a rollout that failed (default 0)")
-    add("--fail-above", type=float, default=0.1, help="share of failed rollouts that is an error (default 0.1)")
-    add("--pass-at", type=float, default=1.0, help="reward from which a rollout counts as passed (default 1.0)")
-    add("--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars of a million tokens of prompt, completion")
+    add(
+        "-H",
+        "--html",
+        nargs="?",
+        const="",
+        help="write the rollouts as an HTML page (default rollouts.html)",
+    )
+    add(
+        "--token-ids",
+        action="store_true",
+        help="save the ids and logprobs of tokens too, where the server gives them",
+    )
+    add(
+        "--resume",
+        nargs="?",
+        const="",
+        help="go on with saved results: a folder, or the latest that was not finished",
+    )
+    add(
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="compare two folders of results, paired by example",
+    )
+    add(
+        "--max-retries",
+        type=int,
+        default=0,
+        help="further attempts at a rollout that failed (default 0)",
+    )
+    add(
+        "--fail-above",
+        type=float,
+        default=0.1,
+        help="share of failed rollouts that is an error (default 0.1)",
+    )
+    add(
+        "--pass-at",
+        type=float,
+        default=1.0,
+        help="reward from which a rollout counts as passed (default 1.0)",
+    )
+    add(
+        "--price",
+        type=float,
+        nargs=2,
+        metavar=("IN", "OUT"),
+        help="dollars of a million tokens of prompt, completion",
+    )
     add("--seed", type=int, default=0, help="of the draws (default 0)")
-    add("--timeout", type=float, default=600.0, help="seconds until a request is given up (default 600)")
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds until a request is given up (default 600)",
+    )
     args = parser.parse_args(argv)
-    args.sampling_args = with_template(flatten_extra_body(args.sampling_args), args.template_arguments)
+    args.sampling_args = with_template(
+        flatten_extra_body(args.sampling_args), args.template_arguments
+    )
     if args.env is None and args.compare is None:
-        parser.error("which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1")
+        parser.error(
+            "which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1"
+        )
     return args
 
 
@@ -98,15 +225,22 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
                 import difflib
 
                 near = difflib.get_close_matches(key, FROM_FILE, n=1)
-                hint = f"did you mean {near[0]}?" if near else f"there are: env_id, {', '.join(FROM_FILE)}"
+                hint = (
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"there are: env_id, {', '.join(FROM_FILE)}"
+                )
                 raise ValueError(f"{path}: no key {key!r}; {hint}")
         for key in ("num_examples", "rollouts_per_example", "max_concurrent", "max_tokens"):
             if key in keys and (
-                type(keys[key]) is not int or (keys[key] < 1 and (key, keys[key]) != ("num_examples", -1))
+                type(keys[key]) is not int
+                or (keys[key] < 1 and (key, keys[key]) != ("num_examples", -1))
             ):
                 raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
         if "sampling_args" in keys:
-            keys["sampling_args"] = with_template(flatten_extra_body(keys["sampling_args"]), args.template_arguments)
+            keys["sampling_args"] = with_template(
+                flatten_extra_body(keys["sampling_args"]), args.template_arguments
+            )
         if not keys["env"]:
             raise ValueError(f"{path}: an [[eval]] entry has no env_id")
         found.append(argparse.Namespace(**vars(args) | keys))
@@ -117,7 +251,9 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
     """Fields of a request; those under extra_body, where OpenAI's client has them, stand beside the others."""
-    return {key: value for key, value in given.items() if key != "extra_body"} | (given.get("extra_body") or {})
+    return {key: value for key, value in given.items() if key != "extra_body"} | (
+        given.get("extra_body") or {}
+    )
 
 
 def with_template(fields: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:

@@ -22,12 +22,19 @@ def compare_results(a: Path, b: Path) -> int:
         low, high = found.mean - 1.96 * found.error, found.mean + 1.96 * found.error
         both = one[name].keys() & other[name].keys()
         table.add_row(
-            name, *(f"{fmean(side[name][key] for key in both):.3f}" for side in (one, other)), f"{found.mean:+.3f}",
-            f"{low:+.3f} to {high:+.3f}", f"{found.p:.3g}", str(found.better), str(found.worse),
-        )  # fmt: skip
+            name,
+            *(f"{fmean(side[name][key] for key in both):.3f}" for side in (one, other)),
+            f"{found.mean:+.3f}",
+            f"{low:+.3f} to {high:+.3f}",
+            f"{found.p:.3g}",
+            str(found.better),
+            str(found.worse),
+        )
     console = Console(highlight=False)
     console.print(table)
-    console.print(f"{found.count} examples are in both; p: how often chance alone would differ as much")
+    console.print(
+        f"{found.count} examples are in both; p: how often chance alone would differ as much"
+    )
     return 0
 
 
@@ -40,4 +47,7 @@ def by_example(path: Path) -> dict[str, dict[str, float]]:
                 values[name][f"{row['env']} {row['example_id']}"].append(value)
     if not values:
         raise ValueError(f"{path} has no rollout that did not fail")
-    return {name: {key: fmean(found) for key, found in of_each.items()} for name, of_each in values.items()}
+    return {
+        name: {key: fmean(found) for key, found in of_each.items()}
+        for name, of_each in values.items()
+    }

@@ -28,8 +28,14 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
     entries = _read_endpoints(Path(registry))
     name = model if model in entries else "default"
     if name not in entries:
-        known = f"{registry} has {', '.join(entries)}" if entries else f"there is no registry {registry}"
-        raise ValueError(f"no server given: use -b http://HOST:PORT/v1, or name an endpoint with -m ({known})")
+        known = (
+            f"{registry} has {', '.join(entries)}"
+            if entries
+            else f"there is no registry {registry}"
+        )
+        raise ValueError(
+            f"no server given: use -b http://HOST:PORT/v1, or name an endpoint with -m ({known})"
+        )
     entry = entries[name]
     url = entry.get("url") or entry.get("base_url")
     if not url:
@@ -49,7 +55,9 @@ def _read_endpoints(path: Path) -> dict[str, dict[str, str]]:
     if path.suffix == ".toml":
         with path.open("rb") as file:
             content = tomllib.load(file)
-        entries: dict[str, dict[str, str]] = content.get("ENDPOINTS") or content.get("endpoints") or content
+        entries: dict[str, dict[str, str]] = (
+            content.get("ENDPOINTS") or content.get("endpoints") or content
+        )
     else:
         entries = runpy.run_path(str(path)).get("ENDPOINTS", {})
     return entries

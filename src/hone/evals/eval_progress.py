@@ -21,8 +21,18 @@ class Progress:
         self.count, self.folder, self.name = count, folder, name
         self.done = self.failed = 0
         self.total, self._said = 0.0, time.monotonic()
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._bar = Bar(*columns, TextColumn("{task.fields[mean]}"), console=Console(stderr=True), transient=True)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = Bar(
+            *columns,
+            TextColumn("{task.fields[mean]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
         self._task = self._bar.add_task(name, total=count, mean="")
 
     def __enter__(self) -> "Progress":
@@ -30,7 +40,12 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self._bar.stop()
 
     def add_rollout(self, number: int, rollout: Rollout, is_new: bool = True) -> None:
@@ -43,7 +58,11 @@ class Progress:
             self._bar.update(self._task, completed=self.done, mean=self.mean_reward)
         elif time.monotonic() - self._said > EVERY:
             self._said = time.monotonic()
-            print(f"{self.name}: {self.done} of {self.count}, {self.mean_reward}", file=sys.stderr, flush=True)
+            print(
+                f"{self.name}: {self.done} of {self.count}, {self.mean_reward}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     @property
     def mean_reward(self) -> str:

@@ -32,11 +32,18 @@ async def evaluate_environments(
 
 
 async def attempt_rollouts(
-    environment: Environment, client: TokenClient, examples: list[Example], n: int, sampling: Sampling,
-    timeout: float | None = None, at_once: int | None = None, retries: int = 0,
-    known: dict[int, Rollout] | None = None, done: Callable[[int, Rollout], None] | None = None,
+    environment: Environment,
+    client: TokenClient,
+    examples: list[Example],
+    n: int,
+    sampling: Sampling,
+    timeout: float | None = None,
+    at_once: int | None = None,
+    retries: int = 0,
+    known: dict[int, Rollout] | None = None,
+    done: Callable[[int, Rollout], None] | None = None,
     give_up: Callable[[], bool] = lambda: False,
-) -> list[Rollout]:  # fmt: skip
+) -> list[Rollout]:
     """n rollouts of each example, those of an example side by side, each with a seed of its own after `sampling`'s.
 
     `timeout`: seconds of one; `at_once`: how many may be under way; `known`: those that are there already, by number;
@@ -49,7 +56,9 @@ async def attempt_rollouts(
     async def attempt_one(i: int) -> Rollout:
         async with slots:
             if give_up():
-                return Rollout(examples[i // n], [], [], error="not tried, since all before it failed")
+                return Rollout(
+                    examples[i // n], [], [], error="not tried, since all before it failed"
+                )
             own = replace(sampling, seed=(sampling.seed << 40) + i)
             return await attempt(environment, client, examples[i // n], own, timeout, retries)
 
@@ -64,7 +73,11 @@ async def attempt_rollouts(
                 done(i, rollout)
         return rollouts
 
-    return [rollout for of_one in await asyncio.gather(*map(attempt_group, range(0, count, n))) for rollout in of_one]
+    return [
+        rollout
+        for of_one in await asyncio.gather(*map(attempt_group, range(0, count, n)))
+        for rollout in of_one
+    ]
 
 
 def mean_scores(rollouts: list[Rollout]) -> dict[str, float]:
@@ -77,4 +90,7 @@ def mean_scores(rollouts: list[Rollout]) -> dict[str, float]:
 def metric_means(scored: list[Rollout]) -> dict[str, float]:
     """Of each metric, over the rollouts that have it."""
     names = sorted({name for r in scored for name in r.metrics})
-    return {name: float(np.mean([r.metrics[name] for r in scored if name in r.metrics])) for name in names}
+    return {
+        name: float(np.mean([r.metrics[name] for r in scored if name in r.metrics]))
+        for name in names
+    }

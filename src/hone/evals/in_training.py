@@ -34,7 +34,9 @@ class Evaluation:
         async def run_evaluation() -> None:
             client = LocalClient(service, tokenizer)
             try:
-                found.update(await evaluate_environments(self.config, self.environments, client, self.seed))
+                found.update(
+                    await evaluate_environments(self.config, self.environments, client, self.seed)
+                )
             finally:  # the next evaluation has an event loop of its own
                 for environment in self.environments.values():
                     await environment.close()

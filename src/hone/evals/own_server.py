@@ -26,12 +26,20 @@ def can_be_loaded(model: str) -> bool:
     path = Path(model).expanduser()
     if path.is_dir():
         return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not path.exists() and model[0] not in "./~"
+    return (
+        re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
+        and not path.exists()
+        and model[0] not in "./~"
+    )
 
 
 @contextlib.contextmanager
 def endpoint_for(
-    model: str, base_url: str | None, key_variable: str, registry: str, chat_template: str | None = None
+    model: str,
+    base_url: str | None,
+    key_variable: str,
+    registry: str,
+    chat_template: str | None = None,
 ) -> Iterator[Endpoint]:
     """Yield the server that is given or named; else, for a model that can be loaded here, one of its own.
 
@@ -39,7 +47,12 @@ def endpoint_for(
     for a server of its own alone. Raises ValueError where there is none.
     """
     found, path = None, Path(model).expanduser()
-    if base_url is None and path.is_dir() and not can_be_loaded(model) and not is_named(model, registry):
+    if (
+        base_url is None
+        and path.is_dir()
+        and not can_be_loaded(model)
+        and not is_named(model, registry)
+    ):
         inside = [*path.glob("checkpoint-*"), *path.glob("weights/step_*"), *path.glob("step_*")]
         newest = max(inside, key=lambda one: one.stat().st_mtime, default=None)
         hint = f"; did you mean {newest}?" if newest else ""
@@ -51,7 +64,11 @@ def endpoint_for(
     except ValueError:
         if base_url is not None or not can_be_loaded(model):
             raise
-    is_here = Path(model).expanduser().is_dir() or found is None or httpx.URL(found.base_url).host in LOOPBACK
+    is_here = (
+        Path(model).expanduser().is_dir()
+        or found is None
+        or httpx.URL(found.base_url).host in LOOPBACK
+    )
     is_own = found is None or (found.is_default and is_here and can_be_loaded(model))
     if found is not None and not (is_own and (chat_template is not None or not _is_serving(found))):
         if chat_template is not None:
@@ -88,16 +105,21 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
     if adapter.is_file() and not (adapter.parent / "config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")
         if not base:
-            raise ValueError(f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)")
+            raise ValueError(
+                f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)"
+            )
         words = ["--model.name", base, "--adapters", json.dumps({name: str(adapter.parent)})]
     words += [] if chat_template is None else ["--model.chat-template", chat_template]
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hone", "inference", *words, "--port", "0"],
-            stdin=subprocess.DEVNULL, stdout=said, stderr=subprocess.STDOUT, start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
             env=os.environ | {"HONE_PARENT_PID": str(os.getpid()), "HONE_API_KEY": ""},
-        )  # fmt: skip
+        )
         try:
             yield Endpoint(f"{_await_url(process, said.fileno())}/v1", name, None, is_own=True)
         finally:
@@ -119,4 +141,6 @@ def _await_url(process: "subprocess.Popen[bytes]", said: int) -> str:
         if process.returncode is not None:
             lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
             wrong = [line for line in lines if "error:" in line] or lines[-1:]
-            raise ValueError(wrong[0].removeprefix("inference: error: ") if wrong else "the server did not start")
+            raise ValueError(
+                wrong[0].removeprefix("inference: error: ") if wrong else "the server did not start"
+            )

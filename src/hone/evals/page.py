@@ -34,7 +34,10 @@ find.oninput = show; order.onchange = sort;
 
 
 def write_page(file: Path, settings: dict[str, Any], rows: list[dict[str, Any]]) -> None:
-    summary = "".join(f"<tr><th>{_render_text(k)}</th><td>{_render_text(v)}</td></tr>" for k, v in settings.items())
+    summary = "".join(
+        f"<tr><th>{_render_text(k)}</th><td>{_render_text(v)}</td></tr>"
+        for k, v in settings.items()
+    )
     body = "\n".join(_render_rollout(number, row) for number, row in enumerate(rows))
     title = f"{settings.get('env', '')} by {settings.get('model', '')}"
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,11 @@ def write_page(file: Path, settings: dict[str, Any], rows: list[dict[str, Any]])
 def _render_rollout(number: int, row: dict[str, Any]) -> str:
     said = "".join(map(_render_message, [*row["prompt"], *row["completion"]]))
     parts = " ".join(f"{name} {value:g}" for name, value in row["metrics"].items())
-    worth = f"<span class=bad>{_render_text(row['error'])}</span>" if row["error"] else f"reward {row['reward']:.3f}"
+    worth = (
+        f"<span class=bad>{_render_text(row['error'])}</span>"
+        if row["error"]
+        else f"reward {row['reward']:.3f}"
+    )
     reward = -1e9 if row["error"] else row["reward"]
     return (
         f"<details data-number={number} data-reward={reward}>"
@@ -62,11 +69,15 @@ def _render_rollout(number: int, row: dict[str, Any]) -> str:
 
 
 def _render_message(message: dict[str, Any]) -> str:
-    calls = "".join(f"\n{json.dumps(call.get('function', call))}" for call in message.get("tool_calls") or [])
+    calls = "".join(
+        f"\n{json.dumps(call.get('function', call))}" for call in message.get("tool_calls") or []
+    )
     role = message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "user"
     text = _render_text(str(message.get("content") or "") + calls)
     return f"<div class=role>{_render_text(message['role'])}</div><pre class={role}>{text}</pre>"
 
 
 def _render_text(value: Any) -> str:
-    return html.escape(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))
+    return html.escape(
+        value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    )

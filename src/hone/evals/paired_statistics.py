@@ -19,7 +19,9 @@ def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
     _, number = np.unique(cluster, return_inverse=True)
     sums = np.bincount(number, weights=value - value.mean())
     G = len(sums)
-    return float(np.sqrt(G / (G - 1) * np.square(sums).sum()) / len(value)) if G > 1 else float("nan")
+    return (
+        float(np.sqrt(G / (G - 1) * np.square(sums).sum()) / len(value)) if G > 1 else float("nan")
+    )
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:

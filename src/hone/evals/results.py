@@ -9,8 +9,17 @@ from hone.environments.rollout_rows import rollout_of, row_of
 from hone.records import Rollout
 
 FILE, ABOUT = "results.jsonl", "metadata.json"
-SAME = ("env", "env_args", "model", "num_examples", "rollouts_per_example", "temperature", "max_tokens",
-        "sampling_args", "seed")  # fmt: skip
+SAME = (
+    "env",
+    "env_args",
+    "model",
+    "num_examples",
+    "rollouts_per_example",
+    "temperature",
+    "max_tokens",
+    "sampling_args",
+    "seed",
+)
 
 
 class Folder:
@@ -31,7 +40,9 @@ class Folder:
     def open(cls, path: Path) -> "Folder":
         """Raises ValueError for a folder that has no results."""
         if not (path / ABOUT).is_file():
-            raise ValueError(f"{path} has no {ABOUT}: it is no folder of results (outputs/evals/ENV--MODEL/ID)")
+            raise ValueError(
+                f"{path} has no {ABOUT}: it is no folder of results (outputs/evals/ENV--MODEL/ID)"
+            )
         return cls(path, json.loads((path / ABOUT).read_text()))
 
     def write_about(self, settings: dict[str, Any]) -> None:
@@ -52,12 +63,18 @@ class Folder:
     def _format_line(self, number: int, rollout: Rollout) -> str:
         if "saved row" in rollout.state:
             return json.dumps(rollout.state["saved row"], ensure_ascii=False) + "\n"
-        row = rollout.metrics | row_of(rollout, self.settings["env"], self.token_ids) | {"rollout": number}
+        row = (
+            rollout.metrics
+            | row_of(rollout, self.settings["env"], self.token_ids)
+            | {"rollout": number}
+        )
         return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
     def rewrite_rollouts(self, rollouts: list[Rollout]) -> None:
         """All of them, in their order."""
-        whole = "".join(self._format_line(number, rollout) for number, rollout in enumerate(rollouts))
+        whole = "".join(
+            self._format_line(number, rollout) for number, rollout in enumerate(rollouts)
+        )
         partial = self.path / f"{FILE}.partial"
         partial.write_text(whole)
         partial.rename(self.path / FILE)
@@ -75,7 +92,9 @@ class Folder:
         """The rollouts that need not be made again. Raises ValueError where other settings are asked for."""
         for key in SAME:
             if self.settings.get(key) != settings[key]:
-                raise ValueError(f"--resume: {key} is {settings[key]!r}, the results have {self.settings.get(key)!r}")
+                raise ValueError(
+                    f"--resume: {key} is {settings[key]!r}, the results have {self.settings.get(key)!r}"
+                )
         known = {}
         for row in self.read_rows():
             if not row["error"]:
@@ -87,9 +106,13 @@ class Folder:
 def find_unfinished(settings: dict[str, Any]) -> Folder | None:
     """The newest folder of an evaluation that was not finished, with these settings."""
     name = f"{settings['env']}--{settings['model']}".replace("/", "--")
-    paths = sorted((Path("outputs") / "evals" / name).glob(f"*/{ABOUT}"), key=lambda path: path.stat().st_mtime)
+    paths = sorted(
+        (Path("outputs") / "evals" / name).glob(f"*/{ABOUT}"), key=lambda path: path.stat().st_mtime
+    )
     for path in reversed(paths):
         folder = Folder.open(path.parent)
-        if "seconds" not in folder.settings and all(folder.settings.get(key) == settings[key] for key in SAME):
+        if "seconds" not in folder.settings and all(
+            folder.settings.get(key) == settings[key] for key in SAME
+        ):
             return folder
     return None

@@ -56,10 +56,14 @@ def main(argv: list[str]) -> int:
         print_overview(found)
     if failed:
         print(
-            f"vf-eval: error: {len(failed)} of {len(wanted)} evaluations failed: {', '.join(failed)}", file=sys.stderr
+            f"vf-eval: error: {len(failed)} of {len(wanted)} evaluations failed: {', '.join(failed)}",
+            file=sys.stderr,
         )
     return int(
-        bool(failed) or any(settings["failed"] > settings["fail_above"] * settings["rollouts"] for settings in found)
+        bool(failed)
+        or any(
+            settings["failed"] > settings["fail_above"] * settings["rollouts"] for settings in found
+        )
     )
 
 
@@ -94,17 +98,27 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
     start = time.perf_counter()
     try:
         with progress:
-            rollouts, used = asyncio.run(collect_rollouts(environment, examples, endpoint, args, known, progress))
+            rollouts, used = asyncio.run(
+                collect_rollouts(environment, examples, endpoint, args, known, progress)
+            )
     except KeyboardInterrupt:
         if folder is None:
-            print("nothing of it is kept: -s saves rollouts as they come, and --resume continues", file=sys.stderr)
+            print(
+                "nothing of it is kept: -s saves rollouts as they come, and --resume continues",
+                file=sys.stderr,
+            )
         else:
-            print(f"what is done is in {folder.path}; to continue: --resume {folder.path}", file=sys.stderr)
+            print(
+                f"what is done is in {folder.path}; to continue: --resume {folder.path}",
+                file=sys.stderr,
+            )
         raise
     settings["seconds"] = round(time.perf_counter() - start, 2)
     settings |= summarize_rollouts(rollouts, args.rollouts_per_example, args.pass_at) | used
     if args.price and used["prompt_tokens"]:
-        dollars = (used["prompt_tokens"] * args.price[0] + used["completion_tokens"] * args.price[1]) / 1e6
+        dollars = (
+            used["prompt_tokens"] * args.price[0] + used["completion_tokens"] * args.price[1]
+        ) / 1e6
         settings["dollars"] = round(dollars, 6)
     if folder is not None:
         folder.rewrite_rollouts(rollouts)
@@ -115,8 +129,14 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
     if args.html is not None:
         from hone.evals.page import write_page
 
-        file = Path(args.html) if args.html else (folder.path if folder else Path(".")) / "rollouts.html"
-        write_page(file, settings, [row_of(rollout, args.env, token_ids=False) for rollout in rollouts])
+        file = (
+            Path(args.html)
+            if args.html
+            else (folder.path if folder else Path(".")) / "rollouts.html"
+        )
+        write_page(
+            file, settings, [row_of(rollout, args.env, token_ids=False) for rollout in rollouts]
+        )
         print(f"rollouts in {file}")
     if settings["failed"] == len(rollouts):
         first = next(r.error for r in rollouts if r.error)
@@ -124,13 +144,17 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
     return settings | {"fail_above": args.fail_above}
 
 
-def choose_folder(args: argparse.Namespace, settings: dict[str, Any]) -> tuple[Folder | None, dict[int, Rollout]]:
+def choose_folder(
+    args: argparse.Namespace, settings: dict[str, Any]
+) -> tuple[Folder | None, dict[int, Rollout]]:
     """The folder for results, if any, and what is known from it."""
     if args.resume is None:
         return (Folder.create(settings, args.token_ids) if args.save_results else None), {}
     folder = Folder.open(Path(args.resume)) if args.resume else find_unfinished(settings)
     if folder is None:
-        raise ValueError("--resume: no evaluation with these settings was left unfinished under outputs/evals")
+        raise ValueError(
+            "--resume: no evaluation with these settings was left unfinished under outputs/evals"
+        )
     known = folder.read_known(settings)
     folder.token_ids = args.token_ids
     folder.end_line()
@@ -160,12 +184,23 @@ async def collect_rollouts(
         sampling = Sampling(args.temperature, args.max_tokens, args.seed)
         try:
             rollouts = await attempt_rollouts(
-                environment, client, examples, args.rollouts_per_example, sampling, at_once=most,
-                retries=args.max_retries, known=known, done=record_rollout, give_up=lambda: failed >= FAILURES and not succeeds,
-            )  # fmt: skip
+                environment,
+                client,
+                examples,
+                args.rollouts_per_example,
+                sampling,
+                at_once=most,
+                retries=args.max_retries,
+                known=known,
+                done=record_rollout,
+                give_up=lambda: failed >= FAILURES and not succeeds,
+            )
         finally:
             await environment.close()
-        return rollouts, {"prompt_tokens": client.prompt_tokens, "completion_tokens": client.completion_tokens}
+        return rollouts, {
+            "prompt_tokens": client.prompt_tokens,
+            "completion_tokens": client.completion_tokens,
+        }
 
 
 def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
@@ -174,7 +209,11 @@ def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[s
     ids = [r.example.id for r in scored]
 
     def mean_of(values: list[float], of: list[int]) -> dict[str, float]:
-        return {"mean": float(np.mean(values)), "std": float(np.std(values)), "error": clustered_error(values, of)}
+        return {
+            "mean": float(np.mean(values)),
+            "std": float(np.std(values)),
+            "error": clustered_error(values, of),
+        }
 
     rewards = [r.reward for r in scored]
     names = sorted({name for r in scored for name in r.metrics})
@@ -189,7 +228,9 @@ def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[s
         "reward": whole["mean"],
         "reward_std": whole["std"],
         "reward_error": whole["error"],
-        "metrics": {name: float(np.mean([r.metrics[name] for r in of])) for name, of in having.items()},
+        "metrics": {
+            name: float(np.mean([r.metrics[name] for r in of])) for name, of in having.items()
+        },
         "metrics_error": {
             name: clustered_error([r.metrics[name] for r in of], [r.example.id for r in of])
             for name, of in having.items()
@@ -203,7 +244,15 @@ def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[s
 def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bool) -> None:
     console = Console(highlight=False)
     console.print("--- Evaluation ---")
-    for key in ("env", "model", "base_url", "num_examples", "rollouts_per_example", "temperature", "max_tokens"):
+    for key in (
+        "env",
+        "model",
+        "base_url",
+        "num_examples",
+        "rollouts_per_example",
+        "temperature",
+        "max_tokens",
+    ):
         console.print(f"{key}: {escape(make_line(str(settings[key])))}")
     shown = rollouts if verbose else rollouts[:1]
     for rollout in shown:
@@ -213,7 +262,9 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
             said = make_printable(f"{message['role']}: {message.get('content') or ''}{calls}")
             console.print(escape(said), soft_wrap=True)
         console.print(
-            f"error: {escape(make_printable(rollout.error))}" if rollout.error else f"reward: {rollout.reward:.3f}"
+            f"error: {escape(make_printable(rollout.error))}"
+            if rollout.error
+            else f"reward: {rollout.reward:.3f}"
         )
     console.print("--- All ---")
     if settings["reward"] is not None:
@@ -221,11 +272,19 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
         n = settings["rollouts_per_example"]
         for k in range(n):
             row = ["failed" if r.error else f"{r.reward:.3f}" for r in rollouts[k::n]]
-            console.print(f"r{k + 1}: [{', '.join(row[:10])}{', …' if len(row) > 10 else ''}]", markup=False)
+            console.print(
+                f"r{k + 1}: [{', '.join(row[:10])}{', …' if len(row) > 10 else ''}]", markup=False
+            )
         for name, value in settings["metrics"].items():
-            console.print(f"{name}: avg - {value:.3f}, 95 % ± {SIGMAS * settings['metrics_error'][name]:.3f}")
-        console.print(f"95 % of the mean reward: {format_interval(settings)} (clustered by example)")
-        console.print("pass@k: " + ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items()))
+            console.print(
+                f"{name}: avg - {value:.3f}, 95 % ± {SIGMAS * settings['metrics_error'][name]:.3f}"
+            )
+        console.print(
+            f"95 % of the mean reward: {format_interval(settings)} (clustered by example)"
+        )
+        console.print(
+            "pass@k: " + ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items())
+        )
         stops = ", ".join(f"{name} {count}" for name, count in settings["stops"].items())
         console.print(f"ended by: {stops}; cut at max_tokens: {settings['truncated']}")
     if settings["failed"]:
@@ -240,7 +299,9 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
 def format_interval(settings: dict[str, Any]) -> str:
     half = SIGMAS * settings["reward_error"]
     return (
-        f"{settings['reward'] - half:.3f} to {settings['reward'] + half:.3f}" if half == half else "one example alone"
+        f"{settings['reward'] - half:.3f} to {settings['reward'] + half:.3f}"
+        if half == half
+        else "one example alone"
     )
 
 

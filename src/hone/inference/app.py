@@ -35,12 +35,17 @@ from hone.inference.prometheus import format_metrics
 from hone.inference.served_model import Served
 
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
-STILL, OPEN = 60.0, 8192  # seconds that a client may send or read nothing; requests that may be open together
+STILL, OPEN = (
+    60.0,
+    8192,
+)  # seconds that a client may send or read nothing; requests that may be open together
 
 
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
     """Return the routes. `api_key` opens all of them; `client_key` those that leave the server as it is."""
-    app = FastAPI(title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json")
+    app = FastAPI(
+        title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json"
+    )
 
     app.add_middleware(Limit, served=served)
     if api_key is not None:  # asked first, before a body is read
@@ -49,12 +54,18 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
         app.add_middleware(PageGuard)
 
     @app.exception_handler(RequestValidationError)
-    async def answer_invalid_request(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def answer_invalid_request(
+        request: Request, error: RequestValidationError
+    ) -> JSONResponse:
         if "json" not in request.headers.get("content-type", "json"):
-            return build_refusal(400, "the body is JSON: send the header Content-Type: application/json")
+            return build_refusal(
+                400, "the body is JSON: send the header Content-Type: application/json"
+            )
         absent = [str(one["loc"][-1]) for one in error.errors() if one["type"] == "missing"]
         if absent:
-            return build_refusal(400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request")
+            return build_refusal(
+                400, f"{', '.join(dict.fromkeys(absent))}: required, and not in the request"
+            )
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
         message = first["msg"].removeprefix("Value error, ")
@@ -62,7 +73,9 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return build_refusal(error.status_code, f"{error.detail}: {request.method} {request.url.path}")
+        return build_refusal(
+            error.status_code, f"{error.detail}: {request.method} {request.url.path}"
+        )
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
@@ -77,7 +90,8 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
     @app.get("/metrics", response_class=PlainTextResponse)
     async def serve_metrics() -> Response:
         return PlainTextResponse(
-            format_metrics(await served.sampler.read_metrics()), media_type="text/plain; version=0.0.4"
+            format_metrics(await served.sampler.read_metrics()),
+            media_type="text/plain; version=0.0.4",
         )
 
     add_openai(app, served)
@@ -99,7 +113,9 @@ class KeyGuard:
         if scope["type"] == "http" and scope["path"] != "/health":
             given = dict(scope["headers"]).get(b"authorization", b"")
             is_owner = hmac.compare_digest(given, self.expected)
-            if not is_owner and not (self.client is not None and hmac.compare_digest(given, self.client)):
+            if not is_owner and not (
+                self.client is not None and hmac.compare_digest(given, self.client)
+            ):
                 message = "wrong or missing API key (header `Authorization: Bearer KEY`)"
                 await build_refusal(401, message, "authentication_error")(scope, receive, send)
                 return
@@ -124,7 +140,11 @@ class PageGuard:
         self.names = {"localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        problem = self._find_problem(scope) if scope["type"] == "http" and scope["path"] != "/health" else ""
+        problem = (
+            self._find_problem(scope)
+            if scope["type"] == "http" and scope["path"] != "/health"
+            else ""
+        )
         if problem:
             await build_refusal(403, problem, "permission_error")(scope, receive, send)
             return
@@ -197,7 +217,9 @@ class Limit:
                 async with asyncio.timeout(STILL):
                     message = await receive()
             except TimeoutError:
-                raise HTTPException(408, f"nothing of the body has come for {STILL:.0f} s") from None
+                raise HTTPException(
+                    408, f"nothing of the body has come for {STILL:.0f} s"
+                ) from None
             read += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if read > most:
@@ -209,7 +231,9 @@ class Limit:
                 async with asyncio.timeout(STILL):
                     await send(message)
             except TimeoutError:
-                raise ConnectionError(f"a client has read nothing for {STILL:.0f} s: it is let go") from None
+                raise ConnectionError(
+                    f"a client has read nothing for {STILL:.0f} s: it is let go"
+                ) from None
 
         self.open += 1
         try:

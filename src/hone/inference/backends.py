@@ -1,4 +1,5 @@
-"""What computes for a server: Hone's engine, in this process or in one of its own (engine_process.py), or a vLLM that is started
+"""What computes for a server: Hone's engine, in this process or in one of its own (engine_process.py),
+or a vLLM that is started
 here. Each is opened, has what is served, and runs the HTTP program as it needs.
 
     with backend(config) as opened:
@@ -27,14 +28,18 @@ def takes_vllm(config: InferenceConfig) -> bool:
     """Whether vLLM is to compute, which `auto` leaves to what is asked for and to the model."""
     is_wanted = config.backend == "vllm" or (config.backend == "auto" and config.needs_vllm)
     if is_wanted and config.model.numerics == "exact":
-        raise ValueError("model.numerics exact: vLLM has sums of its own order; take --backend hone, or fast")
+        raise ValueError(
+            "model.numerics exact: vLLM has sums of its own order; take --backend hone, or fast"
+        )
     if config.backend != "auto" or is_wanted:
         return is_wanted
     from hone.models.families import is_known
     from hone.models.hf import resolve_model
     from hone.models.spec import read_model_config
 
-    return not is_known(read_model_config(resolve_model(config.model.name))) and is_installed(config)
+    return not is_known(read_model_config(resolve_model(config.model.name))) and is_installed(
+        config
+    )
 
 
 def is_installed(config: InferenceConfig) -> bool:
@@ -80,7 +85,9 @@ class Embedded:
         capture_graphs(engine)
         self.service = EngineService(engine)
         self.sampler = EmbeddedSampler(self.service)
-        self.served = Served(self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config))
+        self.served = Served(
+            self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config)
+        )
 
     def __enter__(self) -> "Embedded":
         return self
@@ -110,10 +117,14 @@ class Vllm:
         tokenizer = Tokenizer.for_model(directory, config.model)
         self.process = VllmProcess(config, directory)
         self.sampler = VllmSampler(self.process, config.max_batch_size)
-        self.served = Served(self.sampler, tokenizer, config.model.name, find_allowed_directories(config))
+        self.served = Served(
+            self.sampler, tokenizer, config.model.name, find_allowed_directories(config)
+        )
 
     def __enter__(self) -> "Vllm":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while vLLM starts
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # while vLLM starts
         self.process.__enter__()
         return self
 
@@ -131,9 +142,13 @@ class Vllm:
             serving = asyncio.ensure_future(program)
             while not serving.done():
                 if self.process.process.poll() is not None:
-                    log.error("vLLM has ended (%s): so does this server", self.process.describe_failure())
+                    log.error(
+                        "vLLM has ended (%s): so does this server", self.process.describe_failure()
+                    )
                     self.process.__exit__()
-                    os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
+                    os._exit(
+                        BACKEND_LOST
+                    )  # at once: who waits for an answer learns of it and asks elsewhere
                 await asyncio.wait([serving], timeout=LOOK)
             await self.sampler.close()
             await serving

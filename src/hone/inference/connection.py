@@ -41,9 +41,16 @@ class Listening:
     def close(self) -> None:
         self.hung_up.cancel()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
         self.close()
-        if kind is asyncio.CancelledError and self.was_cut and self.task is not None and not self.task.uncancel():
+        if (
+            kind is asyncio.CancelledError
+            and self.was_cut
+            and self.task is not None
+            and not self.task.uncancel()
+        ):
             raise HungUp from None
 
 

@@ -4,8 +4,8 @@ machine alone.
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},
                                          between two steps; without transport as files of weight_dir, with the message
-                                         of a sender (transport/weight_transport.py) in its way; 409 where the trainer has gone
-                                         on to a later version
+                                         of a sender (transport/weight_transport.py); 409 where the trainer is
+                                         at a later version
     POST /resume                         go on
     GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
                                          ?each=true: the fingerprint of each weight too
@@ -35,12 +35,19 @@ T = TypeVar("T")
 
 
 # Of a model, as requests and logs have it: no control characters.
-Name = Annotated[str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")]
+Name = Annotated[
+    str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")
+]
 
 
 CONTROL_PATHS = {  # of routes that a client's key does not open
-    "/pause", "/resume", "/update_weights", "/progress", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
-}  # fmt: skip
+    "/pause",
+    "/resume",
+    "/update_weights",
+    "/progress",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
 
 
 class Update(BaseModel):
@@ -76,11 +83,17 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     sampler = served.sampler
 
     async def from_here(request: Request) -> None:  # no thread is asked for it
-        is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))  # a browser, a proxy
+        is_relayed = bool(
+            {"origin", "forwarded", "x-forwarded-for"} & set(request.headers)
+        )  # a browser, a proxy
         if not is_guarded and (
-            request.client is None or request.client.host.removeprefix("::ffff:") not in LOOPBACK or is_relayed
+            request.client is None
+            or request.client.host.removeprefix("::ffff:") not in LOOPBACK
+            or is_relayed
         ):
-            raise HTTPException(403, "control routes answer to this machine alone, unless the server has an API key")
+            raise HTTPException(
+                403, "control routes answer to this machine alone, unless the server has an API key"
+            )
 
     guard = [Depends(from_here)]
 
@@ -104,7 +117,9 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/update_weights", dependencies=guard)
     async def update_weights(body: Update) -> dict[str, Any]:
-        update = served.update_weights(Path(body.weight_dir), body.version, body.model_name, body.transport)
+        update = served.update_weights(
+            Path(body.weight_dir), body.version, body.model_name, body.transport
+        )
         return await unless_refused(update)
 
     @app.post("/v1/load_lora_adapter", dependencies=guard)

@@ -60,7 +60,9 @@ class Frames(asyncio.Protocol):
     """Values to and from the other process. Those that are sent in one turn of the event loop arrive together; at most
     so many are taken in one turn here."""
 
-    def __init__(self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None) -> None:
+    def __init__(
+        self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None
+    ) -> None:
         self.take, self.gone, self.at_once = take, gone, at_once
         self._read, self._out = bytearray(), list[bytes]()
         self._arrived = deque[Any]()
@@ -124,7 +126,9 @@ def receive_value(sock: socket.socket) -> Any:
 # ---------------------------------------------------------------------------------------------- requests as bytes
 # What a request asks of its tokens (stop strings, a form) has a tokenizer, which travels once.
 
-_known: dict[int, Tokenizer] = {}  # by the number that the server gave them; in the engine's process
+_known: dict[
+    int, Tokenizer
+] = {}  # by the number that the server gave them; in the engine's process
 
 
 class _Pickler(pickle.Pickler):
@@ -136,7 +140,13 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Tokenizer):
             return _get_tokenizer, (self.number_of(value),)
         if isinstance(value, Following):  # is read anew there
-            return _rebuild_grammar, (value.form, value.tokenizer, value.vocabulary, value.stops, value.before)
+            return _rebuild_grammar, (
+                value.form,
+                value.tokenizer,
+                value.vocabulary,
+                value.stops,
+                value.before,
+            )
         return NotImplemented
 
 
@@ -166,14 +176,18 @@ class ApartSampler(Sampler):
 
     def __init__(self, facts: Facts, lost: Callable[[], None]) -> None:
         self.facts, self.lost = facts, lost
-        self.streams = Streams(self.generate, lambda known: self._call_engine("find_partials", known))
+        self.streams = Streams(
+            self.generate, lambda known: self._call_engine("find_partials", known)
+        )
         self._numbers, self._tokenizers = itertools.count(), itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sent: tuple[Tokenizer, int] | None = None
 
     async def open(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        _, self.frames = await loop.create_connection(lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock)
+        _, self.frames = await loop.create_connection(
+            lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock
+        )
 
     def _handle_frame(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
         number, result, error, facts = frame
@@ -222,12 +236,16 @@ class ApartSampler(Sampler):
     async def generate(self, request: GenerateRequest) -> Completion:
         file = io.BytesIO()
         _Pickler(file, self._number_of).dump(request)
-        completion, failure = await self._call_engine("generate", file.getvalue(), request.allows is not None)
+        completion, failure = await self._call_engine(
+            "generate", file.getvalue(), request.allows is not None
+        )
         if isinstance(request.allows, Following):
             request.allows.failure = failure
         return completion
 
-    def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+    def stream(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         return self.streams.stream_requests(requests)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
@@ -270,7 +288,9 @@ class Apart:
         self.config = config
 
     def __enter__(self) -> "Apart":
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # while the model is loaded
+        signal.signal(
+            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+        )  # while the model is loaded
         self.sock, theirs = socket.socketpair()
         program = f"from hone.inference.engine_process import main; main({theirs.fileno()})"
         words = [sys.executable, "-c", program]
@@ -284,7 +304,9 @@ class Apart:
         try:
             ready = receive_value(self.sock)
         except (EOFError, OSError):
-            raise ValueError(f"the engine's process did not start ({self._describe_failure()})") from None
+            raise ValueError(
+                f"the engine's process did not start ({self._describe_failure()})"
+            ) from None
         if isinstance(ready, BaseException):
             raise ready
         directory, facts = ready
@@ -314,8 +336,12 @@ class Apart:
 
     def _handle_engine_loss(self) -> None:
         if not self.is_over:
-            log.error("the engine's process has ended (%s): so does this server", self._describe_failure())
-            os._exit(BACKEND_LOST)  # at once: who waits for an answer learns of it and asks elsewhere
+            log.error(
+                "the engine's process has ended (%s): so does this server", self._describe_failure()
+            )
+            os._exit(
+                BACKEND_LOST
+            )  # at once: who waits for an answer learns of it and asks elsewhere
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
         """Raises SystemExit with BACKEND_LOST where the engine's process ends before the program does."""
@@ -350,14 +376,23 @@ async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
         result: Any = None
         error: BaseException | None = None
         try:
-            result = await (generate_completion(*args) if name == "generate" else getattr(sampler, name)(*args))
+            result = await (
+                generate_completion(*args) if name == "generate" else getattr(sampler, name)(*args)
+            )
         except asyncio.CancelledError:
             return
         except Exception as failed:
             error = make_portable(failed)
         finally:
             tasks.pop(number, None)
-        frames.send((number, result, error, None if name in ("generate", "find_partials") else collect_facts(sampler)))
+        frames.send(
+            (
+                number,
+                result,
+                error,
+                None if name in ("generate", "find_partials") else collect_facts(sampler),
+            )
+        )
 
     def handle_frame(frame: tuple[int, str, tuple[Any, ...]]) -> None:
         number, name, args = frame
@@ -370,7 +405,9 @@ async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
             tasks[number] = asyncio.get_running_loop().create_task(answer_call(number, name, args))
 
     loop = asyncio.get_running_loop()
-    _, frames = await loop.create_connection(lambda: Frames(handle_frame, functools.partial(os._exit, 0)), sock=sock)
+    _, frames = await loop.create_connection(
+        lambda: Frames(handle_frame, functools.partial(os._exit, 0)), sock=sock
+    )
     await asyncio.Event().wait()
 
 
@@ -384,7 +421,10 @@ def make_portable(error: Exception) -> Exception:
 
 
 def main(number: int) -> None:
-    for ending in (signal.SIGINT, signal.SIGTERM):  # the server is told, ends what is open, and then this process
+    for ending in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # the server is told, ends what is open, and then this process
         signal.signal(ending, signal.SIG_IGN)
     from hone import machine
     from hone.inference.backends import Embedded

@@ -25,7 +25,9 @@ from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
-AWAKE = 0.5  # seconds of a wait at most: a signal that arrives just before one is only handled after it
+AWAKE = (
+    0.5  # seconds of a wait at most: a signal that arrives just before one is only handled after it
+)
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
@@ -45,7 +47,9 @@ class EngineService:
         self._is_draining = self._is_paused = False
 
     def run_beside(
-        self, program: Coroutine[Any, Any, None], run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
+        self,
+        program: Coroutine[Any, Any, None],
+        run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
     ) -> None:
         """Runs an asyncio program and serves its requests until it ends; what it raises is raised here.
 
@@ -91,7 +95,9 @@ class EngineService:
 
         def add_request() -> None:
             try:
-                sequences.append(self.engine.add(request, lambda done: self._finish_future(future, done)))
+                sequences.append(
+                    self.engine.add(request, lambda done: self._finish_future(future, done))
+                )
                 self._in_flight.add(future)
             except ValueError as error:
                 self._finish_future(future, None, error)
@@ -100,7 +106,9 @@ class EngineService:
         try:
             return await future
         except asyncio.CancelledError:
-            self._submit_work(lambda: self.engine.abort_request(sequences[0]) if sequences else None)
+            self._submit_work(
+                lambda: self.engine.abort_request(sequences[0]) if sequences else None
+            )
             raise
 
     async def run_on_engine(self, function: Callable[[], T]) -> T:
@@ -119,7 +127,9 @@ class EngineService:
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         """Calls something in the event loop's thread, soon; for the compute thread."""
-        with contextlib.suppress(RuntimeError):  # the program has ended and its loop is closed: nobody waits for it
+        with contextlib.suppress(
+            RuntimeError
+        ):  # the program has ended and its loop is closed: nobody waits for it
             self._loop.call_soon_threadsafe(call, *arguments)
 
     async def pause(self, mode: str) -> None:
@@ -194,7 +204,9 @@ class EngineService:
                 done, self._done = self._done, []
                 self.on_loop(_deliver_results, done)
 
-    def _finish_future(self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None) -> None:
+    def _finish_future(
+        self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
+    ) -> None:
         self._in_flight.discard(future)
         self._done.append((future, result, error))
 
@@ -218,5 +230,7 @@ class LocalClient:
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         prompt_ids = self.tokenizer.prompt_ids(prompt)
-        completion = await self.service.generate(GenerateRequest(prompt_ids, sampling, self.stop_ids))
+        completion = await self.service.generate(
+            GenerateRequest(prompt_ids, sampling, self.stop_ids)
+        )
         return self.tokenizer.build_turn(prompt, prompt_ids, completion)

@@ -9,7 +9,9 @@ from typing import Any
 def run_event_loop(program: Coroutine[Any, Any, None]) -> None:
     """As `asyncio.run`."""
     make = asyncio.new_event_loop
-    if importlib.util.find_spec("uvloop"):  # not where only the few packages are that are needed (docs/gpu.md)
+    if importlib.util.find_spec(
+        "uvloop"
+    ):  # not where only the few packages are that are needed (docs/gpu.md)
         import uvloop
 
         make = uvloop.new_event_loop

@@ -37,17 +37,29 @@ def _build_description(app: FastAPI, names: list[str]) -> dict[str, Any]:
         schemas |= schema.pop("$defs", {})
         schema["properties"]["model"]["enum"] = names
         schemas[kind.__name__] = schema
-        content = {"application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}}
-        kinds = ["application/json", *(["text/event-stream"] if "stream" in schema["properties"] else [])]
+        content = {
+            "application/json": {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+        }
+        kinds = [
+            "application/json",
+            *(["text/event-stream"] if "stream" in schema["properties"] else []),
+        ]
         said["paths"][path] = {
             "post": {
                 "summary": kind.__doc__ or path,
                 "requestBody": {"required": True, "content": content},
-                "responses": {"200": {"description": "The answer.", "content": {one: {"schema": {}} for one in kinds}}},
+                "responses": {
+                    "200": {
+                        "description": "The answer.",
+                        "content": {one: {"schema": {}} for one in kinds},
+                    }
+                },
             }
         }
     for operations in said["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # such a request is answered 400
-            operation["responses"] |= {code: {"description": words} for code, words in CODES.items()}
+            operation["responses"] |= {
+                code: {"description": words} for code, words in CODES.items()
+            }
     return said

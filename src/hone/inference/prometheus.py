@@ -7,7 +7,10 @@ if TYPE_CHECKING:
 
 KINDS = {  # name: (kind, what it is)
     "requests_running": ("gauge", "Completions that are being computed."),
-    "requests_waiting": ("gauge", "Completions that wait for a slot, for pages of the cache, or for their turn."),
+    "requests_waiting": (
+        "gauge",
+        "Completions that wait for a slot, for pages of the cache, or for their turn.",
+    ),
     "requests_total": ("counter", "Completions that have ended."),
     "prompt_tokens_total": ("counter", "Tokens of their prompts."),
     "generated_tokens_total": ("counter", "Tokens that were sampled for them."),
@@ -35,5 +38,9 @@ def format_metrics(found: dict[str, float]) -> str:
     for name, (kind, words) in KINDS.items():
         if name not in found:
             continue
-        lines += [f"# HELP hone_{name} {words}", f"# TYPE hone_{name} {kind}", f"hone_{name} {found[name]!r}"]
+        lines += [
+            f"# HELP hone_{name} {words}",
+            f"# TYPE hone_{name} {kind}",
+            f"hone_{name} {found[name]!r}",
+        ]
     return "\n".join(lines) + "\n"

@@ -25,7 +25,9 @@ def serve_model(config: InferenceConfig) -> None:
     api_key = config.api_key or own_key()
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in LOOPBACK:
-        log.warning("serving on %s without an API key: whoever reaches this address can use the model", host)
+        log.warning(
+            "serving on %s without an API key: whoever reaches this address can use the model", host
+        )
     if config.headless:
         return Vllm.run_headless(config)
     sock = bind_socket(host, config.server.port)
@@ -39,14 +41,26 @@ def serve_model(config: InferenceConfig) -> None:
         from hone.http_limits import bounded_config
         from hone.inference.app import build_app
 
-        app = build_app(opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None)
+        app = build_app(
+            opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None
+        )
         sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
         starting.close()
         url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
-        log.info("Serving %s at %s (ready after %.1f s)", config.model.name, url, time.perf_counter() - STARTED)
+        log.info(
+            "Serving %s at %s (ready after %.1f s)",
+            config.model.name,
+            url,
+            time.perf_counter() - STARTED,
+        )
         # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
         settings = bounded_config(
-            app, log_level="warning", access_log=False, proxy_headers=False, lifespan="off", timeout_graceful_shutdown=3
+            app,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            lifespan="off",
+            timeout_graceful_shutdown=3,
         )
         server = uvicorn.Server(settings)
 

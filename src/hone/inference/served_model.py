@@ -34,7 +34,9 @@ def find_allowed_directories(config: InferenceConfig) -> list[Path]:
 class Served:
     """A sampler and its tokenizer under a name. Weights and adapters are read from the `allowed` directories alone."""
 
-    def __init__(self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]) -> None:
+    def __init__(
+        self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]
+    ) -> None:
         self.sampler, self.name = sampler, name
         self.allowed = [directory.resolve() for directory in allowed]
         self._text: tuple[Path, int] | None = None  # that the tokenizer came from
@@ -48,13 +50,17 @@ class Served:
         """By which requests may ask: the model, and its adapters."""
         return [self.name, *self.sampler.adapters]
 
-    async def update_weights(self, delivered: Path, version: int, name: str | None, message: Message) -> dict[str, Any]:
+    async def update_weights(
+        self, delivered: Path, version: int, name: str | None, message: Message
+    ) -> dict[str, Any]:
         """Takes new weights as the message says, and the tokenizer that lies with them or beside them; `delivered` has
         at least their config.json. Raises ValueError where they cannot be loaded."""
         self._check_directory(delivered)
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
-        tokenizer = self.tokenizer.reload_from(text[0].parent) if text and text != self._text else None
+        tokenizer = (
+            self.tokenizer.reload_from(text[0].parent) if text and text != self._text else None
+        )
         found = await self.sampler.update_weights(delivered, version, message)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer)
@@ -96,4 +102,8 @@ class Served:
         return await self.sampler.describe_state(each) | self._describe_model()
 
     def _describe_model(self) -> dict[str, Any]:
-        return {"model": self.name, "is_paused": self.sampler.is_paused, "adapters": self.sampler.adapters}
+        return {
+            "model": self.name,
+            "is_paused": self.sampler.is_paused,
+            "adapters": self.sampler.adapters,
+        }

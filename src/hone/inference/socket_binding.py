@@ -9,7 +9,9 @@ from pathlib import Path
 def bind_socket(host: str, port: int) -> socket.socket:
     """A bound socket. Raises ValueError when the address cannot be had, with who holds it where the system tells."""
     # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
-    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    sock = socket.socket(
+        socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
+    )
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind((host, port))

@@ -35,7 +35,9 @@ class Change:
 def takes(tensor: Tensor) -> bool:
     """Whether there is a kernel for it, on a GPU or in memory locked for one (`host.py`): one pass over memory, not
     five."""
-    there = gpu.IS_AVAILABLE and (tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned()))
+    there = gpu.IS_AVAILABLE and (
+        tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned())
+    )
     return there and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0
 
 
@@ -67,11 +69,20 @@ class AdamW:
             ones = [column[0].flatten()[:count].to(device, copy=True) for column in self.tensors]
             ones[0] = ones[0] if self.table.has_weight else ones[1]
             for dtype in {ones[0].dtype, torch.float32}:
-                AdamW([[x] for x in ones], [0.0]).step([ones[0].to(dtype)], Change(1.0, 0.0, (0.9, 0.999), 1))
+                AdamW([[x] for x in ones], [0.0]).step(
+                    [ones[0].to(dtype)], Change(1.0, 0.0, (0.9, 0.999), 1)
+                )
 
 
 def adamw_reference(
-    weight: Tensor, master: Tensor, first: Tensor, second: Tensor, grad: Tensor, decay: float, change: Change, seed: int
+    weight: Tensor,
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    grad: Tensor,
+    decay: float,
+    change: Change,
+    seed: int,
 ) -> None:
     (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
     grad = grad.float() * change.scale
@@ -89,5 +100,7 @@ def adamw_reference(
 
 def _at_random(x: Tensor, generator: torch.Generator) -> Tensor:
     """Values of bfloat16 around x: the nearer one the likelier."""
-    draws = torch.randint(0, 2**16, x.shape, dtype=torch.int32, generator=generator, device=x.device)
+    draws = torch.randint(
+        0, 2**16, x.shape, dtype=torch.int32, generator=generator, device=x.device
+    )
     return ((x.view(torch.int32) + draws) & -(2**16)).view(torch.float32)

@@ -15,17 +15,44 @@ from hone.kernels.flat_attention import Sequences
 
 
 def mix(
-    x_TD: Tensor, delta_TD: Tensor | None, norm_D: Tensor, weight_OD: Tensor, q_scale_E: Tensor, k_scale_E: Tensor,
-    cos_T1E: Tensor, sin_T1E: Tensor, sequences: Sequences, eps: float, H: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    norm_D: Tensor,
+    weight_OD: Tensor,
+    q_scale_E: Tensor,
+    k_scale_E: Tensor,
+    cos_T1E: Tensor,
+    sin_T1E: Tensor,
+    sequences: Sequences,
+    eps: float,
+    H: int,
+) -> tuple[Tensor, Tensor]:
     """x + delta, and what attention makes of its norm, T x (H * E)."""
-    inputs = (x_TD, delta_TD, norm_D, weight_OD, q_scale_E, k_scale_E, cos_T1E, sin_T1E, sequences, eps, H)
+    inputs = (
+        x_TD,
+        delta_TD,
+        norm_D,
+        weight_OD,
+        q_scale_E,
+        k_scale_E,
+        cos_T1E,
+        sin_T1E,
+        sequences,
+        eps,
+        H,
+    )
     total, mixed = _Mix.apply(*inputs)  # type: ignore[no-untyped-call]
     return total, mixed
 
 
 def feed(
-    x_TD: Tensor, mixed_TA: Tensor, out_DA: Tensor, norm_D: Tensor, gate_up_GD: Tensor, down_DF: Tensor, eps: float
+    x_TD: Tensor,
+    mixed_TA: Tensor,
+    out_DA: Tensor,
+    norm_D: Tensor,
+    gate_up_GD: Tensor,
+    down_DF: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     """x + out(mixed), and what the feed-forward part makes of its norm."""
     total, delta = _Feed.apply(x_TD, mixed_TA, out_DA, norm_D, gate_up_GD, down_DF, eps)  # type: ignore[no-untyped-call]
@@ -39,9 +66,19 @@ def _addresses(*tensors: Tensor | None) -> list[int]:
 class _Mix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, norm: Tensor, weight: Tensor, q_scale: Tensor, k_scale: Tensor,
-        cos: Tensor, sin: Tensor, sequences: Sequences, eps: float, H: int,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        norm: Tensor,
+        weight: Tensor,
+        q_scale: Tensor,
+        k_scale: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        sequences: Sequences,
+        eps: float,
+        H: int,
+    ) -> Any:
         from hone.kernels.cpu import block
 
         x, delta = x.contiguous(), None if delta is None else delta.contiguous()
@@ -53,11 +90,27 @@ class _Mix(torch.autograd.Function):
         heads, heads_rstd = x.new_empty(T, (H + K) * E), x.new_empty(T, H + K)
         mixed, logsum = x.new_empty(T, H * E), x.new_empty(T, H)
         block.mix_forward(
-            *ctx.sizes, eps, *_addresses(x, delta, norm, weight, q_scale, k_scale, cos, sin), *ctx.sequences,
+            *ctx.sizes,
+            eps,
+            *_addresses(x, delta, norm, weight, q_scale, k_scale, cos, sin),
+            *ctx.sequences,
             *_addresses(total, normed, rstd, qkv, heads, heads_rstd, mixed, logsum),
-        )  # fmt: skip
+        )
         ctx.save_for_backward(
-            total, norm, rstd, normed, weight, qkv, q_scale, k_scale, cos, sin, heads, heads_rstd, mixed, logsum
+            total,
+            norm,
+            rstd,
+            normed,
+            weight,
+            qkv,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            heads,
+            heads_rstd,
+            mixed,
+            logsum,
         )
         ctx.has_delta = delta is not None
         ctx.set_materialize_grads(False)
@@ -71,20 +124,40 @@ class _Mix(torch.autograd.Function):
         T, D, H, K, E = ctx.sizes
         of_q, of_k, of_v = (total.new_empty(T, n * E) for n in (H, K, K))
         of_qkv, of_x, of_weight = (torch.empty_like(like) for like in (qkv, total, weight))
-        of_norm, of_scales = total.new_empty(row_kernels.parts(T), D), total.new_empty(row_kernels.parts(T), 2, E)
+        of_norm, of_scales = (
+            total.new_empty(row_kernels.parts(T), D),
+            total.new_empty(row_kernels.parts(T), 2, E),
+        )
         grads = (None if grad_total is None else grad_total.contiguous(), grad_mixed.contiguous())
         block.mix_backward(
-            *ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved), *ctx.sequences,
+            *ctx.sizes,
+            torch.get_num_threads(),
+            *_addresses(*grads, *saved),
+            *ctx.sequences,
             *_addresses(of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight),
-        )  # fmt: skip
+        )
         of_delta = of_x if ctx.has_delta else None
-        return of_x, of_delta, row_kernels.added_up(of_norm), of_weight, *row_kernels.added_up(of_scales), *[None] * 5
+        return (
+            of_x,
+            of_delta,
+            row_kernels.added_up(of_norm),
+            of_weight,
+            *row_kernels.added_up(of_scales),
+            *[None] * 5,
+        )
 
 
 class _Feed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mixed: Tensor, out: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor, eps: float
+        ctx: Any,
+        x: Tensor,
+        mixed: Tensor,
+        out: Tensor,
+        norm: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        eps: float,
     ) -> Any:
         from hone.kernels.cpu import block
 
@@ -94,7 +167,9 @@ class _Feed(torch.autograd.Function):
         total, normed, delta = (torch.empty_like(x) for _ in range(3))
         rstd, hidden, active = x.new_empty(T), x.new_empty(T, 2 * F), x.new_empty(T, F)
         inputs = _addresses(x, mixed, out, norm, gate_up, down)
-        block.feed_forward(*ctx.sizes, eps, *inputs, *_addresses(total, normed, rstd, hidden, active, delta))
+        block.feed_forward(
+            *ctx.sizes, eps, *inputs, *_addresses(total, normed, rstd, hidden, active, delta)
+        )
         ctx.save_for_backward(mixed, out, norm, total, normed, rstd, gate_up, hidden, active, down)
         ctx.set_materialize_grads(False)
         return total, delta
@@ -109,5 +184,7 @@ class _Feed(torch.autograd.Function):
         of_norm = norm.new_empty(row_kernels.parts(len(total)), len(norm))
         grads = (None if grad_total is None else grad_total.contiguous(), grad.contiguous())
         results = (of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down)
-        block.feed_backward(*ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved, *results))
+        block.feed_backward(
+            *ctx.sizes, torch.get_num_threads(), *_addresses(*grads, *saved, *results)
+        )
         return of_x, of_mixed, of_out, row_kernels.added_up(of_norm), of_gate_up, of_down, None

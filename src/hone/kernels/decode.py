@@ -33,10 +33,14 @@ class Rows:
 def takes_pages(x_THE: Tensor) -> bool:
     """Whether a kernel reads the pages as they lie; else they are gathered."""
     E = x_THE.shape[-1]
-    return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (cpu.takes(x_THE) and E % 16 == 0)
+    return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (
+        cpu.takes(x_THE) and E % 16 == 0
+    )
 
 
-def attend_by_pages(q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+def attend_by_pages(
+    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows
+) -> Tensor:
     """B x (H * E). keys, values: pages x PAGE x K x E of a layer. For CPU tensors that `takes_pages` accepts."""
     from hone.kernels.cpu import decode
     from hone.kernels.flat_attention import addresses
@@ -46,9 +50,18 @@ def attend_by_pages(q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, v
     PAGE, K = keys.shape[1:3]
     pointers = (rows.active_B.data_ptr(), rows.state.data_ptr(), rows.table.data_ptr())
     decode.attend(
-        B, H, K, E, *addresses(q_BHE, k_BKE, v_BKE), keys.data_ptr(), values.data_ptr(), PAGE, *pointers,
-        rows.table.shape[1], out.data_ptr(),
-    )  # fmt: skip
+        B,
+        H,
+        K,
+        E,
+        *addresses(q_BHE, k_BKE, v_BKE),
+        keys.data_ptr(),
+        values.data_ptr(),
+        PAGE,
+        *pointers,
+        rows.table.shape[1],
+        out.data_ptr(),
+    )
     return out
 
 

@@ -42,11 +42,19 @@ class Fingerprints:
 
 def _table(words: Sequence[Tensor]) -> Table | None:
     """None where plain torch adds up."""
-    if gpu.IS_AVAILABLE and words and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words):
+    if (
+        gpu.IS_AVAILABLE
+        and words
+        and all(one.is_cuda and one.data_ptr() % 16 == 0 for one in words)
+    ):
         from hone.kernels.gpu import fingerprints as of_gpu
 
         return of_gpu.GpuTable(words)
-    if cpu.IS_AVAILABLE and words and all(one.device.type == "cpu" and one.dtype == torch.int32 for one in words):
+    if (
+        cpu.IS_AVAILABLE
+        and words
+        and all(one.device.type == "cpu" and one.dtype == torch.int32 for one in words)
+    ):
         from hone.kernels.cpu import fingerprints as of_cpu
 
         return of_cpu.CpuTable(words)

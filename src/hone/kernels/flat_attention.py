@@ -33,7 +33,9 @@ def takes_heads(head_size: int) -> bool:
 
 def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
     """T x H x E. For tensors that `takes` accepts."""
-    if torch.is_grad_enabled() and (q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad):
+    if torch.is_grad_enabled() and (
+        q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad
+    ):
         out: Tensor = _FlatAttention.apply(q_THE, k_TKE, v_TKE, sequences)  # type: ignore[no-untyped-call]
         return out
     return _forward(q_THE, k_TKE, v_TKE, sequences)[0]
@@ -46,7 +48,9 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
     q, k, v = (_dense_heads(x) for x in (q, k, v))
     out, logsum = q.new_empty(T, H, E), q.new_empty(T, H)
     table = (sequences.rows, sequences.groups)
-    attention.forward(H, k.shape[1], E, *addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr())
+    attention.forward(
+        H, k.shape[1], E, *addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr()
+    )
     return out, logsum
 
 
@@ -78,7 +82,14 @@ class _FlatAttention(torch.autograd.Function):
         grad, table = grad.contiguous(), (ctx.sequences.rows, ctx.sequences.groups)
         H, E = q.shape[1:]
         attention.backward(
-            H, k.shape[1], E, grad.data_ptr(), out.data_ptr(), *addresses(q, k, v), *table, logsum.data_ptr(),
+            H,
+            k.shape[1],
+            E,
+            grad.data_ptr(),
+            out.data_ptr(),
+            *addresses(q, k, v),
+            *table,
+            logsum.data_ptr(),
             *(x.data_ptr() for x in grads),
-        )  # fmt: skip
+        )
         return *grads, None

@@ -22,11 +22,20 @@ if TYPE_CHECKING:
 
 
 def norm_linear(
-    x_TD: Tensor, delta_TD: Tensor | None, scale_D: Tensor, eps: float, weight_OD: Tensor, bias_O: Tensor | None,
-    a_RD: Tensor | None = None, b_OR: Tensor | None = None, whole_OD: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x_TD: Tensor,
+    delta_TD: Tensor | None,
+    scale_D: Tensor,
+    eps: float,
+    weight_OD: Tensor,
+    bias_O: Tensor | None,
+    a_RD: Tensor | None = None,
+    b_OR: Tensor | None = None,
+    whole_OD: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """x + delta, and the projection of its norm, T x O, by the weight or by weight + b a, which `whole` is if given."""
-    total, out = _NormLinear.apply(x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD)  # type: ignore[no-untyped-call]
+    total, out = _NormLinear.apply(
+        x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD
+    )  # type: ignore[no-untyped-call]
     return total, out
 
 
@@ -57,9 +66,16 @@ def swiglu_linear(
 
 
 def heads_attention(
-    qkv_TNE: Tensor, q_scale_E: Tensor | None, k_scale_E: Tensor | None, table: tuple[Tensor, Tensor],
-    positions_T: Tensor, sequences: Sequences, tiles: "Tiles", eps: float, H: int,
-) -> Tensor:  # fmt: skip
+    qkv_TNE: Tensor,
+    q_scale_E: Tensor | None,
+    k_scale_E: Tensor | None,
+    table: tuple[Tensor, Tensor],
+    positions_T: Tensor,
+    sequences: Sequences,
+    tiles: "Tiles",
+    eps: float,
+    H: int,
+) -> Tensor:
     """Causal attention of a fused projection, N = H + 2K heads, over sequences, which may have a prefix.
 
     Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
@@ -77,7 +93,12 @@ class _LowRankLinear:
     """
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None, whole: Tensor | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor | None,
+        b: Tensor | None,
+        whole: Tensor | None = None,
     ) -> None:
         self.weight, self.bias, self.a, self.b, self.whole = weight, bias, a, b, whole
 
@@ -101,7 +122,12 @@ class _LowRankLinear:
         return (grad @ self.weight).addmm_(of_h, self.a), of_h
 
     def of_weights(
-        self, needs: Sequence[bool], grad: Tensor, x: Tensor | None, h: Tensor | None, of_h: Tensor | None
+        self,
+        needs: Sequence[bool],
+        grad: Tensor,
+        x: Tensor | None,
+        h: Tensor | None,
+        of_h: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of W, b, A and B, where they are needed."""
         if h is None and self.a is not None and needs[3] and x is not None:
@@ -117,9 +143,17 @@ class _LowRankLinear:
 class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, scale: Tensor, eps: float, weight: Tensor, bias: Any, a: Any, b: Any,
+        ctx: Any,
+        x: Tensor,
+        delta: Tensor | None,
+        scale: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Any,
+        a: Any,
+        b: Any,
         whole: Any,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         from hone.kernels.gpu import row_kernels
 
         total, normed = row_kernels.add_norm(x, delta, scale, eps)
@@ -148,7 +182,9 @@ class _NormLinear(torch.autograd.Function):
 
 class _WholeLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, bias, a, b, whole)
         return _LowRankLinear(weight, bias, a, b, whole).forward(x)[0]
 
@@ -162,7 +198,9 @@ class _WholeLinear(torch.autograd.Function):
 
 class _SwiGLULinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Any) -> Any:
+    def forward(
+        ctx: Any, gate_up: Tensor, weight: Tensor, bias: Any, a: Any, b: Any, whole: Any
+    ) -> Any:
         from hone.kernels.gpu import row_kernels
 
         out, h = _LowRankLinear(weight, bias, a, b, whole).forward(row_kernels.swiglu(gate_up))
@@ -177,16 +215,26 @@ class _SwiGLULinear(torch.autograd.Function):
         linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[1:]
         grad = grad.contiguous()
         of_act, of_h = linear.of_input(grad)
-        act, out = training_kernels.swiglu_backward(gate_up, of_act, needs[0] or needs[2] or needs[3])
+        act, out = training_kernels.swiglu_backward(
+            gate_up, of_act, needs[0] or needs[2] or needs[3]
+        )
         return out, *linear.of_weights(needs, grad, act, h, of_h), None
 
 
 class _HeadsAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, q_scale: Any, k_scale: Any, cos: Tensor, sin: Tensor, positions: Tensor,
-        tiles: "Tiles", eps: float, H: int,
-    ) -> Any:  # fmt: skip
+        ctx: Any,
+        qkv: Tensor,
+        q_scale: Any,
+        k_scale: Any,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        tiles: "Tiles",
+        eps: float,
+        H: int,
+    ) -> Any:
         from hone.kernels.gpu import attention, training_kernels
 
         q, k = training_kernels.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
@@ -200,8 +248,12 @@ class _HeadsAttention(torch.autograd.Function):
         from hone.kernels.gpu import attention, training_kernels
 
         qkv, q_scale, k_scale, cos, sin, positions, out, logsum = ctx.saved_tensors
-        q, k = training_kernels.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H)
+        q, k = training_kernels.rotate_heads(
+            qkv, q_scale, k_scale, cos, sin, positions, ctx.eps, ctx.H
+        )
         v = qkv[:, ctx.H + k.shape[1] :]
         dq, dk, dv = attention.backward(q, k, v, out, logsum, grad.contiguous(), ctx.tiles)
-        found = training_kernels.rotate_heads_backward(qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps)
+        found = training_kernels.rotate_heads_backward(
+            qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, ctx.eps
+        )
         return *found, None, None, None, None, None, None

@@ -24,7 +24,11 @@ WHOLE_BYTES = 2**28  # on a CPU so many are kept, which saves the second product
 
 
 def head_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor, entropy_gradient: bool = False
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Logprob of each target under softmax(hidden W^T / T), and the entropy of that distribution, fp32, in nats.
 
@@ -37,7 +41,9 @@ def head_logprobs(
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
 
 
-Loss = Callable[[slice, Tensor, Tensor], Tensor]  # of the targets in a slice, by their logprobs and entropies
+Loss = Callable[
+    [slice, Tensor, Tensor], Tensor
+]  # of the targets in a slice, by their logprobs and entropies
 
 
 def head_loss(
@@ -69,18 +75,29 @@ def _keeps_logits(hidden: Tensor, weight: Tensor) -> bool:
 class _Chunk:
     """The logits of a slice of rows, and what is made of them."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor) -> None:
-        self.hidden, self.weight, self.targets, self.temperature = hidden, weight, targets, temperature
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
+    ) -> None:
+        self.hidden, self.weight, self.targets, self.temperature = (
+            hidden,
+            weight,
+            targets,
+            temperature,
+        )
         self.logits = exact_logits(hidden, weight)
         self.on_gpu = gpu.IS_AVAILABLE and hidden.is_cuda and self.logits.dtype == torch.float32
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
 
-            self.logsum, self.logprobs, self.entropy = training_kernels.statistics(self.logits, targets, temperature)
+            self.logsum, self.logprobs, self.entropy = training_kernels.statistics(
+                self.logits, targets, temperature
+            )
         else:
             self.logits.div_(temperature[:, None])
             self.logsum = self.logits.logsumexp(dim=-1)
-            self.logprobs, self.entropy = target_logprobs_reference(self.logits, targets, torch.ones_like(temperature))
+            self.logprobs, self.entropy = target_logprobs_reference(
+                self.logits, targets, torch.ones_like(temperature)
+            )
 
     def add_gradients(
         self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
@@ -90,16 +107,24 @@ class _Chunk:
             from hone.kernels.gpu import training_kernels
 
             slope = training_kernels.slope(
-                self.logits, self.targets, self.temperature, self.logsum, self.entropy, grad.contiguous(),
-                None if grad_entropy is None else grad_entropy.contiguous(), self.hidden.dtype,
-            )  # fmt: skip
+                self.logits,
+                self.targets,
+                self.temperature,
+                self.logsum,
+                self.entropy,
+                grad.contiguous(),
+                None if grad_entropy is None else grad_entropy.contiguous(),
+                self.hidden.dtype,
+            )
         else:
             logprobs = self.logits.sub_(self.logsum[:, None])
             probs = logprobs.exp()
             slope = probs * -grad[:, None]
             slope.scatter_add_(1, self.targets[:, None], grad[:, None])
             if grad_entropy is not None:
-                slope.addcmul_(probs * (logprobs + self.entropy[:, None]), grad_entropy[:, None], value=-1)
+                slope.addcmul_(
+                    probs * (logprobs + self.entropy[:, None]), grad_entropy[:, None], value=-1
+                )
             slope = slope.div_(self.temperature[:, None]).to(self.hidden.dtype)
         torch.mm(slope, self.weight, out=of_hidden)
         if of_weight is None:
@@ -112,10 +137,14 @@ class _Chunk:
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int) -> Any:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int
+    ) -> Any:
         hidden, temperature = hidden.contiguous(), at_least_fp32(temperature)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy = (torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2))
+        logprobs, entropy = (
+            torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)
+        )
         for part in _slices(len(hidden), rows):
             chunk = _Chunk(hidden[part], weight, targets[part], temperature[part].to(dtype))
             logprobs[part], entropy[part] = chunk.logprobs, chunk.entropy
@@ -129,18 +158,32 @@ class _Head(torch.autograd.Function):
         hidden, weight, targets, temperature = ctx.saved_tensors
         grad = torch.zeros_like(temperature) if grad is None else grad
         of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=temperature.dtype) if ctx.needs_input_grad[1] else None
+        of_weight = (
+            torch.zeros_like(weight, dtype=temperature.dtype) if ctx.needs_input_grad[1] else None
+        )
         for part in _slices(len(hidden), ctx.rows):
             chunk = _Chunk(hidden[part], weight, targets[part], temperature[part])
             entropy_part = None if grad_entropy is None else grad_entropy[part]
             chunk.add_gradients(grad[part], entropy_part, of_hidden[part], of_weight)
-        return of_hidden, None if of_weight is None else of_weight.to(weight.dtype), None, None, None
+        return (
+            of_hidden,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None,
+            None,
+            None,
+        )
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int, loss: Loss
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        rows: int,
+        loss: Loss,
     ) -> Any:
         hidden, dtype = hidden.contiguous(), torch.promote_types(hidden.dtype, torch.float32)
         temperature = temperature.to(dtype)
@@ -162,7 +205,14 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         of_hidden, of_weight = ctx.saved_tensors
-        return of_hidden * grad, None if of_weight is None else of_weight * grad, None, None, None, None
+        return (
+            of_hidden * grad,
+            None if of_weight is None else of_weight * grad,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _slices(count: int, rows: int) -> list[slice]:

@@ -48,7 +48,9 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
     return products.parts(x_TI, weight_OI, bias_O, splits, width)
 
 
-def few_linear(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False) -> Tensor:
+def few_linear(
+    normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
+) -> Tensor:
     """The projection of a norm, T x O; with `is_swiglu` silu(g) * u, where it is g and u side by side. For few rows."""
     from hone.kernels.gpu import few_row_products
 
@@ -56,7 +58,12 @@ def few_linear(normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_
 
 
 def few_linear_onto(
-    stream_TO: Tensor, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, norm_O: Tensor | None, eps: float
+    stream_TO: Tensor,
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    norm_O: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, gpu.Scaled | None]:
     """stream + x W^T + b, and the norm of that where the weight of one is given. For few rows (`gpu.is_few`)."""
     from hone.kernels.gpu import few_row_products
@@ -84,14 +91,23 @@ def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 def is_ordered(x_TI: Tensor) -> bool:
     """Whether this is multiplied in one order because that is asked for."""
-    return numerics.keeps_order("products") and gpu.IS_AVAILABLE and x_TI.is_cuda and x_TI.dtype in gpu.HALF
+    return (
+        numerics.keeps_order("products")
+        and gpu.IS_AVAILABLE
+        and x_TI.is_cuda
+        and x_TI.dtype in gpu.HALF
+    )
 
 
 def ordered(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
     """x W^T, each number added up in one piece. torch does so by itself where the result fills the chip."""
     rows = len(x_TI)
     if rows * len(weight_OI) >= WAVE * gpu.processors() or x_TI.shape[1] % 16:
-        return F.linear(x_TI, weight_OI) if dtype == x_TI.dtype else torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
+        return (
+            F.linear(x_TI, weight_OI)
+            if dtype == x_TI.dtype
+            else torch.mm(x_TI, weight_OI.t(), out_dtype=dtype)
+        )
     from hone.kernels.gpu import products
 
     return products.in_order(x_TI, weight_OI, dtype)
@@ -105,10 +121,16 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     out, b, threads = a_MK.new_empty(M, N), b_KN.data_ptr(), torch.get_num_threads()
     (a_row, a_column), (b_row, b_column) = a_MK.stride(), b_KN.stride()
     if a_row == 1 and a_column > 1 and b_column == 1:
-        products.multiply_transposed(M, N, K, a_MK.data_ptr(), a_column, b, b_row, threads, out.data_ptr())
+        products.multiply_transposed(
+            M, N, K, a_MK.data_ptr(), a_column, b, b_row, threads, out.data_ptr()
+        )
     else:
-        a_MK = a_MK if a_column == 1 else a_MK.contiguous()  # the kernel knows that step when it is compiled
-        products.multiply(M, N, K, a_MK.data_ptr(), a_MK.stride(0), b, b_row, b_column, out.data_ptr())
+        a_MK = (
+            a_MK if a_column == 1 else a_MK.contiguous()
+        )  # the kernel knows that step when it is compiled
+        products.multiply(
+            M, N, K, a_MK.data_ptr(), a_MK.stride(0), b, b_row, b_column, out.data_ptr()
+        )
     return out
 
 

@@ -6,7 +6,9 @@ from torch import Tensor
 from hone.kernels import cpu
 
 
-def target_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+def target_logprobs(
+    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Logprob of each target, in fp32, in nats, and the entropy of its distribution, without gradient."""
     if not cpu.takes(logits_NV):
         return target_logprobs_reference(logits_NV, targets_N, temperature_N)
@@ -14,7 +16,9 @@ def target_logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor)
     return logprobs_N, entropy_N
 
 
-def target_logprobs_reference(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
+def target_logprobs_reference(
+    logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor
+) -> tuple[Tensor, Tensor]:
     logprobs_NV = torch.log_softmax(at_least_fp32(logits_NV) / temperature_N[:, None], dim=-1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)

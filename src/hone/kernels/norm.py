@@ -7,7 +7,9 @@ from torch import Tensor
 from hone.kernels import cpu, gpu
 
 
-def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """The sum, which goes on as the residual stream, and its norm. Without a delta the sum is x itself.
 
     delta is T x D, or parts S x T x D of it.
@@ -29,14 +31,18 @@ def add_norm(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
     return total, out
 
 
-def add_norm_reference(x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm_reference(
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     if delta_TD is not None and delta_TD.dim() == 3:
         delta_TD = delta_TD.float().sum(dim=0).to(x_TD.dtype)
     total = x_TD if delta_TD is None else x_TD + delta_TD
     return total, F.rms_norm(total, total.shape[-1:], weight_D, eps)
 
 
-def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(
+    x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     from hone.kernels.cpu import row_kernels
 
     x = x.contiguous()
@@ -44,9 +50,15 @@ def _forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     if delta is not None:
         delta, total = delta.contiguous(), torch.empty_like(x)
     row_kernels.add_norm_forward(
-        *x.shape, x.data_ptr(), 0 if delta is None else delta.data_ptr(), eps, weight.data_ptr(), total.data_ptr(),
-        out.data_ptr(), rstd.data_ptr(),
-    )  # fmt: skip
+        *x.shape,
+        x.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        eps,
+        weight.data_ptr(),
+        total.data_ptr(),
+        out.data_ptr(),
+        rstd.data_ptr(),
+    )
     return total, out, rstd
 
 
@@ -71,9 +83,15 @@ class _AddNorm(torch.autograd.Function):
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         row_kernels.add_norm_backward(
-            *total.shape, grad.data_ptr(), 0 if grad_total is None else grad_total.data_ptr(), total.data_ptr(),
-            weight.data_ptr(), rstd.data_ptr(), grad_x.data_ptr(), parts.data_ptr(),
-        )  # fmt: skip
+            *total.shape,
+            grad.data_ptr(),
+            0 if grad_total is None else grad_total.data_ptr(),
+            total.data_ptr(),
+            weight.data_ptr(),
+            rstd.data_ptr(),
+            grad_x.data_ptr(),
+            parts.data_ptr(),
+        )
         return grad_x, grad_x if ctx.has_delta else None, row_kernels.added_up(parts), None
 
 

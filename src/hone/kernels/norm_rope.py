@@ -29,7 +29,9 @@ def norm_rope(
         qk, v = qkv_TNE.split([H + K, K], dim=1)
         q, k = rotate(qk, cos_T1E, sin_T1E).split([H, K], dim=1)
         return q, k, v
-    needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (qkv_TNE, q_scale_E, k_scale_E))
+    needs_grad = torch.is_grad_enabled() and any(
+        x.requires_grad for x in (qkv_TNE, q_scale_E, k_scale_E)
+    )
     if cpu.takes(qkv_TNE):
         if needs_grad:
             q, k, v = _Compiled.apply(qkv_TNE, q_scale_E, k_scale_E, cos_T1E, sin_T1E, eps, H)  # type: ignore[no-untyped-call]
@@ -46,11 +48,21 @@ def norm_rope(
 
 
 def norm_rope_reference(
-    qkv_TNE: Tensor, q_scale_E: Tensor, k_scale_E: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float, H: int
+    qkv_TNE: Tensor,
+    q_scale_E: Tensor,
+    k_scale_E: Tensor,
+    cos_T1E: Tensor,
+    sin_T1E: Tensor,
+    eps: float,
+    H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     K = (qkv_TNE.shape[1] - H) // 2
     q, k, v = qkv_TNE.split([H, K, K], dim=1)
-    return _rotated(q, q_scale_E, cos_T1E, sin_T1E, eps), _rotated(k, k_scale_E, cos_T1E, sin_T1E, eps), v
+    return (
+        _rotated(q, q_scale_E, cos_T1E, sin_T1E, eps),
+        _rotated(k, k_scale_E, cos_T1E, sin_T1E, eps),
+        v,
+    )
 
 
 def _rotated(x_TNE: Tensor, scale: Tensor, cos_T1E: Tensor, sin_T1E: Tensor, eps: float) -> Tensor:
@@ -90,7 +102,13 @@ def _forward(
     T, N, E = qkv.shape
     K = (N - H) // 2
     out, rstd = qkv.new_empty(T, H + K, E), qkv.new_empty(T, H + K)
-    inputs = (qkv.data_ptr(), q_scale.data_ptr(), k_scale.data_ptr(), cos.data_ptr(), sin.data_ptr())
+    inputs = (
+        qkv.data_ptr(),
+        q_scale.data_ptr(),
+        k_scale.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+    )
     row_kernels.norm_rope_forward(T, H, K, E, *inputs, eps, out.data_ptr(), rstd.data_ptr())
     return out[:, :H], out[:, H:], qkv[:, H + K :], rstd
 
@@ -112,7 +130,19 @@ class _Compiled(torch.autograd.Function):
         out = torch.empty_like(qkv)
         parts = qkv.new_empty(row_kernels.parts(len(qkv)), 2, qkv.shape[-1])
         T, N, E = qkv.shape
-        tensors = (*(grad.contiguous() for grad in grads), qkv, q_scale, k_scale, cos, sin, rstd, out, parts)
-        row_kernels.norm_rope_backward(T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors))
+        tensors = (
+            *(grad.contiguous() for grad in grads),
+            qkv,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            rstd,
+            out,
+            parts,
+        )
+        row_kernels.norm_rope_backward(
+            T, ctx.H, (N - ctx.H) // 2, E, *(t.data_ptr() for t in tensors)
+        )
         grad_q_scale, grad_k_scale = row_kernels.added_up(parts)
         return out, grad_q_scale, grad_k_scale, None, None, None, None

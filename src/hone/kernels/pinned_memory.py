@@ -13,7 +13,10 @@ from torch import Tensor
 from hone.machine import usable_cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
-PORTION, ROOMS = 2**23, 4  # numbers of locked memory that travel together, and how many portions are on the GPU at once
+PORTION, ROOMS = (
+    2**23,
+    4,
+)  # numbers of locked memory that travel together, and how many portions are on the GPU at once
 
 
 class _Pages(mmap.mmap):
@@ -40,9 +43,13 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     touch(whole)
-    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 1))  # for all of the process's contexts
+    error = int(
+        torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 1)
+    )  # for all of the process's contexts
     if error:
-        raise ValueError(f"CUDA could not lock {size / 2**30:.2f} GiB of the machine's memory (cudaError {error})")
+        raise ValueError(
+            f"CUDA could not lock {size / 2**30:.2f} GiB of the machine's memory (cudaError {error})"
+        )
     pages.address = whole.data_ptr()
     return whole.view(dtype).view(shape)
 
@@ -79,5 +86,7 @@ def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Ev
 
 def to_device(values: Any, device: torch.device) -> Tensor:
     """int64 (or what an array holds) on the device, without waiting for what the device is doing."""
-    host = torch.from_numpy(values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64))
+    host = torch.from_numpy(
+        values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
+    )
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -59,7 +59,9 @@ class _SwiGLU(torch.autograd.Function):
 
             gate_up, grad = gate_up.contiguous(), grad.contiguous()
             out = torch.empty_like(gate_up)
-            row_kernels.swiglu_backward(*grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr())
+            row_kernels.swiglu_backward(
+                *grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr()
+            )
             return out
         gate, up = gate_up.chunk(2, dim=-1)
         out = torch.empty_like(gate_up)

@@ -43,7 +43,13 @@ from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.run_directory import RunDirectory
-from hone.trainer.checkpoint import Checkpoints, forget_after, progress_of, restore_checkpoint, resume_from
+from hone.trainer.checkpoint import (
+    Checkpoints,
+    forget_after,
+    progress_of,
+    restore_checkpoint,
+    resume_from,
+)
 from hone.trainer.performance import keep_freed_memory
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
@@ -55,7 +61,11 @@ LOOK = 0.2  # seconds between looks whether the run is asked to end
 LONG = 60.0  # seconds that a rollout may take: of fewer, none is spent on waiting for the end of a step of training
 
 
-def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
+def main(
+    config: RLConfig,
+    watcher: Watcher | None = None,
+    environments: dict[str, Environment] | None = None,
+) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
     trackers.check_trackers(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
@@ -63,8 +73,14 @@ def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[st
     run.refuse_earlier(config.may_start_anew or bool(sources))  # before seconds of loading
     keep_freed_memory()
     own, evaluation = environments, config.orchestrator.eval
-    environments = own or load_environments(config.orchestrator.env, config.model.template_arguments)
-    held_out = {} if evaluation is None else own or load_environments(evaluation.env, config.model.template_arguments)
+    environments = own or load_environments(
+        config.orchestrator.env, config.model.template_arguments
+    )
+    held_out = (
+        {}
+        if evaluation is None
+        else own or load_environments(evaluation.env, config.model.template_arguments)
+    )
     with Live("rl") as live:
         live.show_activity("loading the model")
         carry_out(config, run, sources, environments, held_out, watcher, live)
@@ -80,7 +96,9 @@ def carry_out(
     live: Live,
 ) -> None:
     loaded = load_configured(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed)
+    trainer = RLTrainer(
+        loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed
+    )
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
     length = min(config.seq_len, serving.max_model_len or limit, limit)
     most_tokens = config.orchestrator.batch_size * length
@@ -88,7 +106,9 @@ def carry_out(
     engine = Engine(
         sampled.model,
         max_model_len=length,
-        **plan_cache(serving, loaded.model, length, trainer.estimate_memory(most_tokens).step_bytes),
+        **plan_cache(
+            serving, loaded.model, length, trainer.estimate_memory(most_tokens).step_bytes
+        ),
     )
     live.show_activity("preparing")
     with together():
@@ -109,7 +129,17 @@ def carry_out(
         progress = progress_of(sources, first - 1)
         steps = (first, weight_steps, progress, live)
         program = run_training_loop(
-            config, loaded, environments, held_out, service, trainer, sampled, run, metrics, watcher, *steps
+            config,
+            loaded,
+            environments,
+            held_out,
+            service,
+            trainer,
+            sampled,
+            run,
+            metrics,
+            watcher,
+            *steps,
         )
         service.run_beside(program, event_loop.run_event_loop)
 
@@ -130,31 +160,48 @@ async def run_training_loop(
     progress: dict[str, Any] | None,
     live: Live,
 ) -> None:
-    orchestrator_log, trainer_log = component_log("orchestrator", run.logs), component_log("trainer", run.logs)
+    orchestrator_log, trainer_log = (
+        component_log("orchestrator", run.logs),
+        component_log("trainer", run.logs),
+    )
     service.engine.set_version(first - 1)
     client = LocalClient(service, loaded.tokenizer)
     wanted = config.orchestrator.teacher
     limit = {"max_total_tokens": service.engine.max_model_len}
-    teacher = Teacher(wanted, config.orchestrator.rollout_timeout, limit, orchestrator_log) if wanted else None
+    teacher = (
+        Teacher(wanted, config.orchestrator.rollout_timeout, limit, orchestrator_log)
+        if wanted
+        else None
+    )
     orchestrator = Orchestrator(
-        config.orchestrator, environments, client, config.seed, teacher=teacher,
+        config.orchestrator,
+        environments,
+        client,
+        config.seed,
+        teacher=teacher,
         count_tokens=lambda prompt: len(loaded.tokenizer.prompt_ids(prompt)),
-    )  # fmt: skip
+    )
     orchestrator.go_on(first, progress, run.rollouts)
     orchestrator.heard = partial(live.show_activity, "generating")
     if teacher is not None:
         await teacher.check_servers()
     trainer_log.info(
         "Training %s (%.2fM parameters, %s on %s) on %d examples of %s, steps %d to %d",
-        config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-        str(loaded.model.embed.weight.dtype)[6:], cpu.words(str(trainer.device)), orchestrator.count,
-        ", ".join(environments), first, config.max_steps,
-    )  # fmt: skip
+        config.model.name,
+        sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+        str(loaded.model.embed.weight.dtype)[6:],
+        cpu.words(str(trainer.device)),
+        orchestrator.count,
+        ", ".join(environments),
+        first,
+        config.max_steps,
+    )
     export = Export(loaded.model, trainer.ranks, loaded.dtype)
     checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, trainer.ranks)
     evaluation = config.orchestrator.eval
     of_rollouts, of_training = (
-        StepReport(log, config.max_steps, config.log_interval, metrics) for log in (orchestrator_log, trainer_log)
+        StepReport(log, config.max_steps, config.log_interval, metrics)
+        for log in (orchestrator_log, trainer_log)
     )
 
     async def evaluate_if_due(version: int) -> dict[str, float]:
@@ -191,31 +238,48 @@ async def run_training_loop(
         is_plain = leads_on(step)
         begin = partial(orchestrator.on_adopted, step) if is_plain else None
         place = run.rollouts / f"step_{step}"
-        numbers = await service.run_on_engine(partial(train_step, trainer, sampled, service, collected, place, begin))
+        numbers = await service.run_on_engine(
+            partial(train_step, trainer, sampled, service, collected, place, begin)
+        )
         now = time.perf_counter()
         seconds, start = now - start, now
         trained = await service.run_on_engine(numbers)
         values = {**trained, "time/step": seconds}
         of_rollouts.report_rollouts(step, values)
-        of_rollouts.report_samples(step, partial(tracker_rows, step, collected.groups), config.orchestrator.log_samples)
+        of_rollouts.report_samples(
+            step, partial(tracker_rows, step, collected.groups), config.orchestrator.log_samples
+        )
         of_training.report_training(step, values)
         values |= await evaluate_if_due(step)
-        of_rollouts.report_step(step, values)  # before the checkpoint: a run that resumes from it has the row
+        of_rollouts.report_step(
+            step, values
+        )  # before the checkpoint: a run that resumes from it has the row
         goes_on = watcher is None or watcher.on_step({"step": step, **values})
         is_last = step == config.max_steps or not goes_on
         if not goes_on:
             await orchestrator.give_up()
         if step in weight_steps or not goes_on:
-            save = partial(save_weights, export, run, step, config.max_steps, loaded, config.model.name, values)
+            save = partial(
+                save_weights, export, run, step, config.max_steps, loaded, config.model.name, values
+            )
             await service.run_on_engine(save)
         live.show_step(f"reward {values['reward/mean']:.4f}")
         progress = collected.progress
         if checkpoints.is_due(step, is_last):
             await service.run_on_engine(
-                partial(checkpoints.save_if_due, step, is_last, config.to_public_dict(), values, progress)
+                partial(
+                    checkpoints.save_if_due,
+                    step,
+                    is_last,
+                    config.to_public_dict(),
+                    values,
+                    progress,
+                )
             )
         if watcher is not None and (step in weight_steps or not goes_on):
-            await service.run_on_engine(checkpoints.wait_until_written)  # what is told to be saved can be gone on with
+            await service.run_on_engine(
+                checkpoints.wait_until_written
+            )  # what is told to be saved can be gone on with
             watcher.on_weights(run.weights_of(step))
         if not goes_on:
             break
@@ -231,9 +295,13 @@ async def run_training_loop(
 
 
 def train_step(
-    trainer: RLTrainer, sampled: Merged, service: EngineService, collected: Collected, directory: Path,
+    trainer: RLTrainer,
+    sampled: Merged,
+    service: EngineService,
+    collected: Collected,
+    directory: Path,
     begin: Callable[[], None] | None,
-) -> Callable[[], dict[str, float]]:  # fmt: skip
+) -> Callable[[], dict[str, float]]:
     """A step of the trainer, which the sampler follows, and what waits for its numbers. Meanwhile the rollouts are
     counted and go to disk, and the event loop may `begin` what is sampled next."""
     values: dict[str, float] = {}

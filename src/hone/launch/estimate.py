@@ -36,7 +36,11 @@ def memory_lines(config: Config) -> list[str]:
     if training is not None:
         tokens, expected = training
         is_guessed = isinstance(config, SFTConfig) and config.data.seq_len is None
-        guess = f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)" if is_guessed else ""
+        guess = (
+            f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)"
+            if is_guessed
+            else ""
+        )
         found.append(
             f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.describe_estimate()}"
         )
@@ -45,11 +49,15 @@ def memory_lines(config: Config) -> list[str]:
         limit, sequences = min(limit, config.seq_len), config.orchestrator.batch_size
     elif isinstance(config, InferenceConfig):
         limit, sequences = min(limit, config.max_model_len or limit), 1
-        found.append(f"serving in {kind}: weights {spec.parameter_count() * itemsize / 2**30:.2f} GiB")
+        found.append(
+            f"serving in {kind}: weights {spec.parameter_count() * itemsize / 2**30:.2f} GiB"
+        )
     if sequences:
         of_token = spec.cache_numbers * itemsize
         gib = sequences * limit * of_token / 2**30
-        longest = "the longest sequence" if sequences == 1 else f"{sequences:,} of the longest sequences"
+        longest = (
+            "the longest sequence" if sequences == 1 else f"{sequences:,} of the longest sequences"
+        )
         found.append(
             f"keys and values in {kind}: {of_token / 2**10:.1f} KiB a token, {gib:.2f} GiB for {longest}, "
             f"{limit:,} tokens"
@@ -57,15 +65,22 @@ def memory_lines(config: Config) -> list[str]:
     return found
 
 
-def _estimate_training(config: Config, spec: ModelSpec, itemsize: int) -> tuple[int, Estimate] | None:
+def _estimate_training(
+    config: Config, spec: ModelSpec, itemsize: int
+) -> tuple[int, Estimate] | None:
     """Tokens of a micro-batch, and what a step takes."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
         return tokens, estimate_step(
-            spec, config.lora, config.optim, tokens, itemsize, recomputes=config.activation_checkpointing,
+            spec,
+            config.lora,
+            config.optim,
+            tokens,
+            itemsize,
+            recomputes=config.activation_checkpointing,
             is_split=rows < config.data.batch_size,
-        )  # fmt: skip
+        )
     if isinstance(config, RLConfig):
         trainer, step = config.trainer, config.orchestrator.batch_size * config.seq_len
     elif isinstance(config, TrainerRunConfig):

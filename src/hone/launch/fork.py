@@ -24,7 +24,12 @@ from hone.trainer.checkpoint import HEADER, Damaged, read_header
 from hone.transport.batches import read_progress, write_progress
 
 log = logging.getLogger("hone.rl")
-COUNTED = ("seed", "orchestrator.batch_size", "orchestrator.rollouts_per_example", "orchestrator.env")
+COUNTED = (
+    "seed",
+    "orchestrator.batch_size",
+    "orchestrator.rollouts_per_example",
+    "orchestrator.env",
+)
 
 
 def fork_run(config: RLConfig) -> RLConfig:
@@ -37,10 +42,14 @@ def fork_run(config: RLConfig) -> RLConfig:
     if run.manifest.exists() and config.resume in (True, "auto"):
         begun = json.loads(run.manifest.read_text()).get("fork")
         if begun is None or (begun["run"], begun["step"]) != (str(source), step):
-            raise ValueError(f"--fork {config.fork}: {run.path} holds a run that did not begin there")
+            raise ValueError(
+                f"--fork {config.fork}: {run.path} holds a run that did not begin there"
+            )
         return goes_on  # it was begun before, and goes on
     if source == run.path.resolve():
-        raise ValueError(f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir")
+        raise ValueError(
+            f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir"
+        )
     checkpoint = find_checkpoint(source, step)
     try:
         header = read_header(checkpoint)
@@ -69,7 +78,8 @@ def fork_run(config: RLConfig) -> RLConfig:
     earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     run.write_facts(
-        fork={"run": str(source), "step": step, "changed": changed}, started=time.strftime("%Y-%m-%d %H:%M:%S")
+        fork={"run": str(source), "step": step, "changed": changed},
+        started=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
     words = (
         ", ".join(f"{key} {was} -> {now}" for key, (was, now) in changed.items())

@@ -64,7 +64,11 @@ def call_each() -> None:
         attend_by_pages(query, query, query, keys, values, rows)
         if PackedModel.supports_model(model):
             PackedModel(model, KVCache(spec, torch.float32, query.device, 32)).decode_rows(rows)
-        tokens, chosen, stops = torch.zeros(T, E, dtype=torch.int64), torch.zeros(T, E), ones[:, None]
+        tokens, chosen, stops = (
+            torch.zeros(T, E, dtype=torch.int64),
+            torch.zeros(T, E),
+            ones[:, None],
+        )
         parameters, logits = torch.ones(T, row_state.PARAMETERS), torch.ones(T, E)
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]
         outputs = (tokens.data_ptr(), chosen.data_ptr(), E)

@@ -33,7 +33,9 @@ dependencies = []
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="hone lab", description="A folder to train in, and jobs in it.")
+    parser = argparse.ArgumentParser(
+        prog="hone lab", description="A folder to train in, and jobs in it."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "Make this folder one to train in: a Python project, configurations, environments, a tiny model."
     add = commands.add_parser("setup", help=words, description=words).add_argument
@@ -43,7 +45,9 @@ def main(argv: list[str]) -> int:
     words = "Run a job file of hosted training on this machine; keys of it may follow, as --max-steps 10."
     keys = _describe_keys() if {"-h", "--help"} & set(argv) else None
     form = argparse.RawDescriptionHelpFormatter
-    one = commands.add_parser("run", help=words, description=words, epilog=keys, formatter_class=form)
+    one = commands.add_parser(
+        "run", help=words, description=words, epilog=keys, formatter_class=form
+    )
     one.add_argument("file", help="as in configs/lab/reverse-text-tiny.toml")
     args, rest = parser.parse_known_args(argv)
     if args.command == "run":
@@ -56,7 +60,9 @@ def main(argv: list[str]) -> int:
 def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
     """Prints a line for each part. Returns an exit code; raises ValueError where something cannot be written."""
     if place == Path.home():
-        raise ValueError("hone lab setup: this is the home directory; make a folder for the project and go there")
+        raise ValueError(
+            "hone lab setup: this is the home directory; make a folder for the project and go there"
+        )
     check_project(place / "pyproject.toml")
     project, wanted = place / "pyproject.toml", [*ALWAYS, *(["configs/vf-rl"] if vf_rl else [])]
     wanted += ["configs/prime-rl"] if prime_rl else []
@@ -64,7 +70,9 @@ def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) ->
         was_there = project.exists()
         if not was_there:
             project.write_text(
-                PROJECT.format(name=project_name(place), python=".".join(map(str, sys.version_info[:2])))
+                PROJECT.format(
+                    name=project_name(place), python=".".join(map(str, sys.version_info[:2]))
+                )
             )
         _print_line("Python project is there" if was_there else "Created Python project")
         ignored = {} if (place / ".gitignore").exists() else {".gitignore": IGNORED.encode()}
@@ -73,7 +81,9 @@ def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) ->
         raise ValueError(f"hone lab setup: {error.filename}: {error.strerror}") from None
     _print_line("Created workspace structure" if written else "Workspace structure is there")
     _print_line(
-        f"Wrote {written} files in configs/, environments/ and models/" if written else "Wrote no file: all are there"
+        f"Wrote {written} files in configs/, environments/ and models/"
+        if written
+        else "Wrote no file: all are there"
     )
     for path in kept:
         print(f"  kept {path}, which differs from its template")
@@ -94,7 +104,9 @@ def check_project(file: Path) -> None:
     if project is None:
         raise ValueError(f"hone lab setup: {file} has no [project]; take another folder")
     if project.get("name") == "hone-rl":
-        raise ValueError("hone lab setup: this is Hone's own source; make a folder elsewhere and go there")
+        raise ValueError(
+            "hone lab setup: this is Hone's own source; make a folder elsewhere and go there"
+        )
     wanted = str(project.get("requires-python", ""))
     lowest = re.search(r">=?\s*3\.(\d+)", wanted)
     if lowest is not None and int(lowest[1]) < 11:
@@ -122,9 +134,15 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
     sources = environment_sources()
     for name in SIX:
         for path in sorted((sources / name).rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and not path.match("*.egg-info/*"):
+            if (
+                path.is_file()
+                and "__pycache__" not in path.parts
+                and not path.match("*.egg-info/*")
+            ):
                 content = path.read_bytes()
-                if path.name == "pyproject.toml":  # in a checkout it says where its neighbour Hone is
+                if (
+                    path.name == "pyproject.toml"
+                ):  # in a checkout it says where its neighbour Hone is
                     content = re.sub(rb"\n\[tool\.uv\.sources\][^\[]*\Z", b"", content)
                 yield f"environments/{path.relative_to(sources)}", content
 
@@ -154,7 +172,9 @@ def install_project(place: Path) -> int:
     """Makes Hone, as it runs here, and the environments part of the project. Returns uv's exit code."""
     uv, version = find_uv(), importlib.metadata.version("hone-rl")
     if uv is None:
-        _print_line(f"hone-rl {version} is installed here; with uv it would be added to the project")
+        _print_line(
+            f"hone-rl {version} is installed here; with uv it would be added to the project"
+        )
         return 0
     extras = [word for extra in EXTRAS for word in ("--extra", extra)]
     commands = [
@@ -164,7 +184,10 @@ def install_project(place: Path) -> int:
     for command in commands:
         done = subprocess.run(command, cwd=place, check=False)
         if done.returncode:
-            print(f"hone lab setup: error: {' '.join(command)} failed; the files are written", file=sys.stderr)
+            print(
+                f"hone lab setup: error: {' '.join(command)} failed; the files are written",
+                file=sys.stderr,
+            )
             return done.returncode
     _print_line(f"Installed hone-rl {version} and {len(SIX)} environments")
     return 0
@@ -178,7 +201,9 @@ def find_requirement() -> list[str]:
     parts = urlsplit(origin.get("url", ""))
     path = Path(unquote(parts.path))
     if parts.scheme == "file" and path.exists():
-        return ["--editable", str(path)] if origin.get("dir_info", {}).get("editable") else [str(path)]
+        return (
+            ["--editable", str(path)] if origin.get("dir_info", {}).get("editable") else [str(path)]
+        )
     return [f"hone-rl=={distribution.version}"]
 
 
@@ -206,7 +231,11 @@ def run_recipe(file: str, overrides: list[str]) -> int:
 def project_name(place: Path) -> str:
     """A name that a Python project may have, as near to the folder's as can be."""
     name = re.sub(r"[^a-z0-9]+", "-", place.name.lower()).strip("-") or "lab"
-    return f"{name}-lab" if name in {"hone", "hone-rl", *(one.replace("_", "-") for one in SIX)} else name
+    return (
+        f"{name}-lab"
+        if name in {"hone", "hone-rl", *(one.replace("_", "-") for one in SIX)}
+        else name
+    )
 
 
 def _describe_next(vf_rl: bool, prime_rl: bool) -> str:

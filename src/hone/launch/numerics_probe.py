@@ -60,15 +60,26 @@ def main(config: ProbeConfig) -> None:
         for lora in lora_modules(model):  # a fresh one adds nothing
             nn.init.normal_(lora.B, std=0.01)
     if config.server is None:
-        found = probe_model(model, config.rollouts, config.max_tokens, config.temperature, config.seed)
+        found = probe_model(
+            model, config.rollouts, config.max_tokens, config.temperature, config.seed
+        )
     else:
-        found = compare_logprobs(model, asyncio.run(sample_from_server(config, config.server)), config.temperature)
-    print(f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.describe_result()}", flush=True)
+        found = compare_logprobs(
+            model, asyncio.run(sample_from_server(config, config.server)), config.temperature
+        )
+    print(
+        f"{config.rollouts:,} rollouts, {config.model.numerics} numerics: {found.describe_result()}",
+        flush=True,
+    )
     if config.model.numerics == "exact" and found.differ:
-        raise ValueError("model.numerics is exact, and logprobs differ; please report this with the line above")
+        raise ValueError(
+            "model.numerics is exact, and logprobs differ; please report this with the line above"
+        )
 
 
-def probe_model(model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0) -> Found:
+def probe_model(
+    model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
+) -> Found:
     """Compares the two sides of a model as it is trained, on so many rollouts of random tokens."""
     sampled = Merged(model).model
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
@@ -87,11 +98,15 @@ def compare_logprobs(
     mismatch = float((change.exp() - 1 - change).mean())
     differ = int((theirs != ours).sum())
     shortest = sorted((one for one in rollouts if len(one[1]) > 2), key=lambda one: len(one[0]))
-    place = first_layer(model, sampled, shortest[:LOOKED_AT]) if differ and sampled is not None else ""
+    place = (
+        first_layer(model, sampled, shortest[:LOOKED_AT]) if differ and sampled is not None else ""
+    )
     return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
 
 
-def sample_waves(engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random) -> Waves:
+def sample_waves(
+    engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random
+) -> Waves:
     """In waves: new prompts, groups of one prompt, and conversations of the wave before that go on."""
     done: Waves = []
     vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
@@ -109,7 +124,9 @@ def sample_waves(engine: Engine, count: int, max_tokens: int, temperature: float
         room = engine.max_model_len - 2
         prompts = [prompt[-room:] for prompt in prompts]
         requests = [
-            GenerateRequest(p, Sampling(temperature, draw.randint(1, max_tokens), len(done) + i), frozenset())
+            GenerateRequest(
+                p, Sampling(temperature, draw.randint(1, max_tokens), len(done) + i), frozenset()
+            )
             for i, p in enumerate(prompts)
         ]
         completions = engine.generate(requests)
@@ -129,19 +146,35 @@ async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
         while len(done) < config.rollouts:
             before, chats = chats, []
             for _ in range(min(WAVES[len(done) % len(WAVES)], config.rollouts - len(done))):
-                kind, text = draw.random(), "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens)))
+                kind, text = (
+                    draw.random(),
+                    "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens))),
+                )
                 if kind < 0.3 and chats:
                     chats.append(chats[-1])
                 else:
-                    chats.append([*(draw.choice(before) if kind < 0.5 and before else []), user_message(text)])
+                    chats.append(
+                        [
+                            *(draw.choice(before) if kind < 0.5 and before else []),
+                            user_message(text),
+                        ]
+                    )
             turns = await asyncio.gather(
                 *(
-                    client.chat(Prompt(chat), Sampling(config.temperature, config.max_tokens, len(done) + i))
+                    client.chat(
+                        Prompt(chat), Sampling(config.temperature, config.max_tokens, len(done) + i)
+                    )
                     for i, chat in enumerate(chats)
                 )
             )
-            done += [(turn.prompt_ids, turn.completion.ids, turn.completion.logprobs) for turn in turns]
-            chats = [[*chat, turn.assistant_message] for chat, turn in zip(chats, turns, strict=True) if len(chat) < 5]
+            done += [
+                (turn.prompt_ids, turn.completion.ids, turn.completion.logprobs) for turn in turns
+            ]
+            chats = [
+                [*chat, turn.assistant_message]
+                for chat, turn in zip(chats, turns, strict=True)
+                if len(chat) < 5
+            ]
     return [one for one in done if one[1]]
 
 
@@ -153,14 +186,19 @@ def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) ->
     """Of each rollout, in micro-batches of several sizes, as a step of training computes them."""
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
-    lengths, prompts = [len(x) for x in ids], [prompt_of(*both) for both in zip(ids, masks, strict=True)]
+    lengths, prompts = (
+        [len(x) for x in ids],
+        [prompt_of(*both) for both in zip(ids, masks, strict=True)],
+    )
     found, device = [torch.empty(0)] * len(ids), model.embed.weight.device
     for k, budget in enumerate(BUDGETS):
         mine = list(range(k, len(ids), len(BUDGETS)))
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
         for members in ([mine[i] for i in part] for part in parts):
             packed = pack_shared([ids[i] for i in members], [masks[i] for i in members], device)
-            values = logprobs_of(model, packed, temperature).split([len(rollouts[i][1]) for i in members])
+            values = logprobs_of(model, packed, temperature).split(
+                [len(rollouts[i][1]) for i in members]
+            )
             for i, own in zip(members, values, strict=True):
                 found[i] = own
     return found
@@ -173,7 +211,9 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
         kept.append(logprobs.detach().float().cpu())
         return logprobs.sum()
 
-    temperature_N = torch.full((len(packed.targets_N),), temperature, device=packed.targets_N.device)
+    temperature_N = torch.full(
+        (len(packed.targets_N),), temperature, device=packed.targets_N.device
+    )
     packed.compute_loss(model, temperature_N, capture_loss)
     return torch.cat(kept)
 
@@ -186,14 +226,27 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
     layer is named where the sampler shows both."""
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
-        engine = Engine(sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB)
+        engine = Engine(
+            sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB
+        )
         engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
         with outputs_of(sampled) as theirs:
             forced = engine.generate(
-                [GenerateRequest(prompt, Sampling(1.0, len(own), 0), frozenset(), allows=_allow_only(own, engine))]
+                [
+                    GenerateRequest(
+                        prompt,
+                        Sampling(1.0, len(own), 0),
+                        frozenset(),
+                        allows=_allow_only(own, engine),
+                    )
+                ]
             )
         assert forced[0].ids == own
-        packed = pack_shared([[*prompt, *own]], [[False] * len(prompt) + [True] * len(own)], model.embed.weight.device)
+        packed = pack_shared(
+            [[*prompt, *own]],
+            [[False] * len(prompt) + [True] * len(own)],
+            model.embed.weight.device,
+        )
         with outputs_of(model) as ours:
             model(packed.tokens_T, packed.attention.token_positions(), packed.attention)
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
@@ -202,7 +255,9 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
             steps = [_compared_tensors(step, is_added) for step in decoded]
             for part, of_all in _compared_tensors(training[0], is_added).items():
                 one, two = torch.cat([step[part] for step in steps]), of_all[len(prompt) :]
-                if not torch.equal(one[: len(two)], two[: len(one)]) and (first is None or (layer, part) < first):
+                if not torch.equal(one[: len(two)], two[: len(one)]) and (
+                    first is None or (layer, part) < first
+                ):
                     first = layer, part
     return "" if first is None else f"layer {first[0]}{first[1]}"
 

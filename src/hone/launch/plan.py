@@ -35,18 +35,28 @@ class Component:
 
     @property
     def display_name(self) -> str:
-        return f"{self.name} rank {self.environment['RANK']}" if "RANK" in self.environment else self.name
+        return (
+            f"{self.name} rank {self.environment['RANK']}"
+            if "RANK" in self.environment
+            else self.name
+        )
 
 
 def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
     """Whether the run is one of several processes, where there are so many GPUs (unless given: that torch sees)."""
-    if config.inference is not None and (config.inference.backend == "vllm" or config.inference.needs_vllm):
+    if config.inference is not None and (
+        config.inference.backend == "vllm" or config.inference.needs_vllm
+    ):
         if config.deployment == "colocated":
-            raise ValueError("deployment colocated: in one process samples Hone's engine; vLLM needs processes")
+            raise ValueError(
+                "deployment colocated: in one process samples Hone's engine; vLLM needs processes"
+            )
         return True
     if config.inference is not None and config.inference_replicas > 1:
         if config.deployment == "colocated":
-            raise ValueError("inference_replicas: in one process there is one sampler; several servers need processes")
+            raise ValueError(
+                "inference_replicas: in one process there is one sampler; several servers need processes"
+            )
         return True
     if config.deployment != "auto" or config.trainer_nodes:
         return config.deployment != "colocated"
@@ -61,9 +71,14 @@ def plan_components(config: RLConfig) -> list[Component]:
     """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
     be divided and for a server that would be open to the world."""
     key = config.inference and (config.inference.api_key or own_key())
-    keys = {API_KEY_VARIABLE: key} if key else {}  # in the environment: what is written down has no secrets
+    keys = (
+        {API_KEY_VARIABLE: key} if key else {}
+    )  # in the environment: what is written down has no secrets
     configs = component_configs(config, has_key=bool(key))
-    gpus, nodes = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}, nodes_of_servers(config)
+    gpus, nodes = (
+        {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)},
+        nodes_of_servers(config),
+    )
     parts = []
     for name, one in configs.items():
         role = "inference" if isinstance(one, InferenceConfig) else name
@@ -71,11 +86,27 @@ def plan_components(config: RLConfig) -> list[Component]:
         address = ""
         if isinstance(one, InferenceConfig):
             address = f"{nodes[name] or one.server.host or LOOPBACK[0]}:{one.server.port}"
-        for node, number, rank in ranks_of_trainer(config) if role == "trainer" else [(nodes.get(name, ""), 0, {})]:
-            environment = keys | thread_environment(config) | visible_gpus(gpus.get(name), config, node) | rank
+        for node, number, rank in (
+            ranks_of_trainer(config) if role == "trainer" else [(nodes.get(name, ""), 0, {})]
+        ):
+            environment = (
+                keys
+                | thread_environment(config)
+                | visible_gpus(gpus.get(name), config, node)
+                | rank
+            )
             of_rank = [own[number]] if own and "RANK" in rank else own
             parts.append(
-                Component(role, name, one, tuple(of_rank or ()), address, environment, role == "inference", node)
+                Component(
+                    role,
+                    name,
+                    one,
+                    tuple(of_rank or ()),
+                    address,
+                    environment,
+                    role == "inference",
+                    node,
+                )
             )
     return parts
 
@@ -115,15 +146,29 @@ def format_placement(config: RLConfig, gpus: int, node: str = "this machine") ->
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(4)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
     common = config.model_dump(
-        include={"model", "output_dir", "layout", "seed", "log_level", "log_interval", "max_steps", "max_async_level"}
+        include={
+            "model",
+            "output_dir",
+            "layout",
+            "seed",
+            "log_level",
+            "log_interval",
+            "max_steps",
+            "max_async_level",
+        }
     )
-    own = config.model_dump(include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"})
+    own = config.model_dump(
+        include={"clean", "resume", "ckpt", "weights", "weight_broadcast", "ranks_timeout"}
+    )
     configs: dict[str, Any] = {}
     orchestrator = config.orchestrator.model_dump() | common | {"seq_len": config.seq_len}
     for tracker in ("wandb", "tensorboard"):
@@ -143,7 +188,10 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
             configs[name] = InferenceConfig.model_validate(
                 config.inference.model_dump()
                 | beside_trainer(config)
-                | {"server": {"host": "0.0.0.0" if node else server.host, "port": port}, "allowed_dirs": allowed}
+                | {
+                    "server": {"host": "0.0.0.0" if node else server.host, "port": port},
+                    "allowed_dirs": allowed,
+                }
                 | {key: common[key] for key in ("model", "seed", "log_level")}
             )
         orchestrator["client"]["base_url"] = urls
@@ -178,7 +226,9 @@ def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
     """What a server is told that has its GPU together with the trainer: not to take what is free when it starts."""
     parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
-    server, trainer = (set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts)
+    server, trainer = (
+        set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts
+    )
     given = config.inference and config.inference.kv_cache_gib
     return {"kv_cache_gib": SHARED_GPU_GIB} if server & trainer - {""} and given is None else {}
 
@@ -200,7 +250,9 @@ def thread_environment(config: RLConfig) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(max(1, cores // count)), machine.CORES_VARIABLE: str(cores)}
 
 
-def environments_of_ranks(count: int, nodes: int = 1, node: int = 0, meet: str = "") -> list[dict[str, str]]:
+def environments_of_ranks(
+    count: int, nodes: int = 1, node: int = 0, meet: str = ""
+) -> list[dict[str, str]]:
     """What tells each of several processes of a node who it is and where the others are, in torchrun's words. `meet`:
     the address, HOST:PORT, of the first of them all."""
     if count * nodes == 1:

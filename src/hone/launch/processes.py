@@ -54,7 +54,9 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
     weight_steps = config.weights.list_steps(config.max_steps)
     run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     parts = plan_components(config)
-    if sources and step_of(sources[0]) >= config.max_steps:  # nothing to sample: the trainer writes what is not there
+    if (
+        sources and step_of(sources[0]) >= config.max_steps
+    ):  # nothing to sample: the trainer writes what is not there
         parts = [part for part in parts if part.role == "trainer"]
     for part in parts:  # before seconds of starting
         if part.address and not part.node:
@@ -72,9 +74,15 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
     told, live = step_of(sources[0]) if sources else 0, Live("rl")
     try:
         for part in parts:
-            children.append(Child(part, run.write_config(to_toml(part.config), part.name), run.logs))
+            children.append(
+                Child(part, run.write_config(to_toml(part.config), part.name), run.logs)
+            )
         preemption.steps_begin()
-        log.info("Started %s; logs in %s", ", ".join(f"{c.name} ({c.process.pid})" for c in children), run.logs)
+        log.info(
+            "Started %s; logs in %s",
+            ", ".join(f"{c.name} ({c.process.pid})" for c in children),
+            run.logs,
+        )
         if watcher is not None and config.inference is not None:
             watcher.on_servers([part.address for part in parts if part.address])
         with live:
@@ -100,7 +108,9 @@ async def require_servers(config: RLConfig) -> None:
     for client in connect_clients(config.orchestrator.client, config.model.name):
         async with client:
             try:
-                await client.wait_until_up(min(NO_SIGN_SECONDS, config.orchestrator.client.ready_timeout))
+                await client.wait_until_up(
+                    min(NO_SIGN_SECONDS, config.orchestrator.client.ready_timeout)
+                )
             except ConnectionError as error:
                 raise ConnectionError(f"{error}, or let rl start it: --inference @ FILE") from None
             await client.check_key()
@@ -113,7 +123,16 @@ class Child:
         self.name, self.title, self.is_server = part.name, part.display_name, part.restarts
         self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
         self.is_elsewhere = bool(part.node)
-        self.words = [*on_node(part.node), sys.executable, "-P", "-m", "hone", part.role, "@", str(config.absolute())]
+        self.words = [
+            *on_node(part.node),
+            sys.executable,
+            "-P",
+            "-m",
+            "hone",
+            part.role,
+            "@",
+            str(config.absolute()),
+        ]
         own = {"HONE_PARENT_PID": "0" if part.node else str(os.getpid()), "PYTHONUNBUFFERED": "1"}
         secrets = secrets_variable(part.config.model_dump(mode="json"))
         self.environment = os.environ | part.environment | own | secrets
@@ -141,7 +160,9 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
-            with contextlib.suppress(OSError, ValueError):  # nobody reads (`rl | head`), a full disk: go on draining
+            with contextlib.suppress(
+                OSError, ValueError
+            ):  # nobody reads (`rl | head`), a full disk: go on draining
                 print(line, end="", flush=True, file=self.log or sys.stdout)
         self.output_ended_at = time.monotonic()
 
@@ -154,8 +175,14 @@ class Child:
         """Why it ended, in one line."""
         self.reader.join(2.0)
         code = self.exit_code() or 0
-        how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
-        errors = [line for line in self.said if "error:" in line.lower()] or [line for line in self.said if line]
+        how = (
+            f"was killed ({signal.Signals(-code).name})"
+            if code < 0
+            else f"ended with exit code {code}"
+        )
+        errors = [line for line in self.said if "error:" in line.lower()] or [
+            line for line in self.said if line
+        ]
         return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
 
 
@@ -163,7 +190,15 @@ def on_node(node: str) -> list[str]:
     """What starts a process on a node of this Slurm job, among others there; nothing for this machine."""
     if not node:
         return []
-    return ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={node}", "--unbuffered", "--mpi=none"]
+    return [
+        "srun",
+        "--overlap",
+        "--nodes=1",
+        "--ntasks=1",
+        f"--nodelist={node}",
+        "--unbuffered",
+        "--mpi=none",
+    ]
 
 
 def watch_children(children: list[Child], follower: Follower) -> None:
@@ -204,7 +239,11 @@ def watch_children(children: list[Child], follower: Follower) -> None:
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
     """Return the child that failed first: ranks that lose a peer fail a moment after it, with errors about sockets."""
-    failed = [child for child in children if child is found or (child.exit_code() or 0) not in (0, preemption.AGAIN)]
+    failed = [
+        child
+        for child in children
+        if child is found or (child.exit_code() or 0) not in (0, preemption.AGAIN)
+    ]
     for child in failed:
         child.reader.join(0.5)
     return min(failed, key=lambda child: ((child.exit_code() or 0) >= 0, child.output_ended_at))
@@ -222,7 +261,9 @@ def end_children(children: list[Child]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for child in children:  # each leads a group: what an environment started of its own would outlive it
+    for (
+        child
+    ) in children:  # each leads a group: what an environment started of its own would outlive it
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
     for child in children:

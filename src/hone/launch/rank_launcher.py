@@ -1,4 +1,5 @@
-"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: N processes of a command here, each a rank, as torchrun has them.
+"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: N processes of a command here,
+each a rank, as torchrun has them.
 
 On several nodes, once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the first node that all can reach.
 Unlike torchrun it hands SIGUSR1 on, by which a run is asked to leave.
@@ -23,9 +24,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, required=True, help="processes here")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")
     parser.add_argument(
-        "--node", type=int, default=int(os.environ.get("SLURM_NODEID", 0)),
+        "--node",
+        type=int,
+        default=int(os.environ.get("SLURM_NODEID", 0)),
         help="which of them this is, from 0 (default: as Slurm says)",
-    )  # fmt: skip
+    )
     parser.add_argument("--meet", default="", help="HOST:PORT of the first node, with several")
     parser.add_argument("words", nargs=argparse.REMAINDER, help="sft or trainer, and its arguments")
     args = parser.parse_args(argv)
@@ -44,7 +47,9 @@ def main(argv: list[str]) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, hand_on)
         for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
-            ranks.append(subprocess.Popen(words, env=os.environ | given | own, start_new_session=True))
+            ranks.append(
+                subprocess.Popen(words, env=os.environ | given | own, start_new_session=True)
+            )
     while True:
         codes = [rank.poll() for rank in ranks]
         if None not in codes:
@@ -60,7 +65,14 @@ def main(argv: list[str]) -> int:
     for rank in ranks:
         rank.kill()
         rank.wait()
-    return next((code if code > 0 else 128 - code for code in codes if code not in (None, 0, preemption.AGAIN)), 1)
+    return next(
+        (
+            code if code > 0 else 128 - code
+            for code in codes
+            if code not in (None, 0, preemption.AGAIN)
+        ),
+        1,
+    )
 
 
 if __name__ == "__main__":

@@ -28,7 +28,10 @@ from hone.run_directory import RunDirectory, UserError, checkpoints_in
 from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
-FLAT_AFTER, FLAT = 20, 0.02  # steps after which a reward that has not risen by so much is remarked on
+FLAT_AFTER, FLAT = (
+    20,
+    0.02,
+)  # steps after which a reward that has not risen by so much is remarked on
 UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which on training is called unstable
 
 
@@ -59,7 +62,9 @@ class RLTrainer:
             "env": {"id": name, "args": env_args or {}},
             "inference": {"args": inference or {}},
             "trainer": {"args": args or RLTrainerArgs()},
-            "deployment": "auto" if self.environment is None else "colocated",  # an object stays in this process
+            "deployment": "auto"
+            if self.environment is None
+            else "colocated",  # an object stays in this process
         }
         self.config = validate_values(VfRLConfig, values)
         self.callbacks = list(callbacks)
@@ -84,7 +89,11 @@ class RLTrainer:
         run = config.resolve_config()
         from hone.trainer.checkpoint import resume_from, step_of
 
-        sources = resume_from(RunDirectory(run.output_dir, "rl", run.layout), run.resume) if run.resume else []
+        sources = (
+            resume_from(RunDirectory(run.output_dir, "rl", run.layout), run.resume)
+            if run.resume
+            else []
+        )
         if sources and step_of(sources[0]) >= run.max_steps:
             print(f"{sources[0]} is of the last step: there is nothing left to do")
             return self.history
@@ -93,7 +102,11 @@ class RLTrainer:
         from hone.launch.run_rl import main
 
         try:
-            main(run, console, None if self.environment is None else {config.env.known_as: self.environment})
+            main(
+                run,
+                console,
+                None if self.environment is None else {config.env.known_as: self.environment},
+            )
         except UserError as error:
             if len(error.args) == 1 and isinstance(error.args[0], str):
                 error.args = (in_own_words(error.args[0], self.is_python),)
@@ -203,8 +216,10 @@ class Console(Watcher):
             log.warning(
                 "Step %d: training is unstable (mismatch KL %.2f, %.0f %% of the tokens masked); what helps: a lower "
                 "learning_rate, a larger rollouts_per_example or batch_size",
-                row["step"], row.get("mismatch_kl/mean", 0.0), 100 * row.get("is_masked/mean", 0.0),
-            )  # fmt: skip
+                row["step"],
+                row.get("mismatch_kl/mean", 0.0),
+                100 * row.get("is_masked/mean", 0.0),
+            )
         if "reward/mean" in row and len(self.first) < FLAT_AFTER:
             self.first.append(row["reward/mean"])
             if len(self.first) == FLAT_AFTER:
@@ -212,14 +227,22 @@ class Console(Watcher):
 
     def _show_comparison(self, step: int, log: logging.Logger) -> None:
         quarter = FLAT_AFTER // 4
-        before, now = (sum(part) / quarter for part in (self.first[:quarter], self.first[-quarter:]))
+        before, now = (
+            sum(part) / quarter for part in (self.first[:quarter], self.first[-quarter:])
+        )
         if now - before >= FLAT or before > 0.9:
             return
         self.has_remarked = True
         if before - now > FLAT:
-            cause, helps = "the steps may be too large", "a lower learning_rate, a larger batch_size"
+            cause, helps = (
+                "the steps may be too large",
+                "a lower learning_rate, a larger batch_size",
+            )
         elif now < 0.05:
-            cause, helps = "the task may be too hard for this model", "easier examples, a supervised warm-up before"
+            cause, helps = (
+                "the task may be too hard for this model",
+                "easier examples, a supervised warm-up before",
+            )
         else:
             cause = "the steps may be too small, or the rollouts too alike"
             helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"
@@ -227,6 +250,13 @@ class Console(Watcher):
         log.warning(
             "Step %d: the reward has gone from %.3f to %.3f: %s; what helps: %s. How the model does without training: "
             "hone eval run %s -m %s -n 20 -t %d%s",
-            step, before, now, cause, helps, self.config.env.id, self.config.model, self.config.trainer.args.max_tokens,
+            step,
+            before,
+            now,
+            cause,
+            helps,
+            self.config.env.id,
+            self.config.model,
+            self.config.trainer.args.max_tokens,
             f" -a {given}" if self.config.env.args else "",
-        )  # fmt: skip
+        )

@@ -45,7 +45,9 @@ class Follower:
     """Tells a watcher of what appears in the files of a run, from the step after `told` on. What an earlier run left
     there is not taken for it: nothing is told before the run's trainer has claimed the directory and lives."""
 
-    def __init__(self, watcher: Watcher, run: RunDirectory, weight_steps: list[int], told: int) -> None:
+    def __init__(
+        self, watcher: Watcher, run: RunDirectory, weight_steps: list[int], told: int
+    ) -> None:
         self.watcher, self.run, self.told = watcher, run, told
         self.weights = [step for step in weight_steps if step > told]
         self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse_file("trainer"))
@@ -62,7 +64,11 @@ class Follower:
             if row["step"] > self.told and "reward/mean" in row:
                 self.told = row["step"]
                 goes_on &= self.watcher.on_step(row)
-        for step in [step for step in self.weights if step <= self.told and self.run.weights_of(step).exists()]:
+        for step in [
+            step
+            for step in self.weights
+            if step <= self.told and self.run.weights_of(step).exists()
+        ]:
             self.weights.remove(step)
             self.watcher.on_weights(self.run.weights_of(step))
         has_batch = (self.run.rollouts / f"step_{self.told + 1}").exists()

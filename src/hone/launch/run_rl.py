@@ -12,16 +12,24 @@ from hone.launch.plan import uses_processes
 from hone.launch.run_callbacks import Watcher
 
 
-def main(config: RLConfig, watcher: Watcher | None = None, environments: dict[str, Environment] | None = None) -> None:
+def main(
+    config: RLConfig,
+    watcher: Watcher | None = None,
+    environments: dict[str, Environment] | None = None,
+) -> None:
     """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
     with dashboard_over(config):
         run_rl(fork_run(config), watcher, environments)
 
 
-def run_rl(config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None) -> None:
+def run_rl(
+    config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None
+) -> None:
     if uses_processes(config):
         if environments is not None:
-            raise ValueError("an environment that is an object stays in this process; processes need its id")
+            raise ValueError(
+                "an environment that is an object stays in this process; processes need its id"
+            )
         from hone.launch.processes import run_components
 
         run_components(config, watcher)

@@ -28,8 +28,12 @@ from hone.monitors.metrics_log import read_rows
 from hone.run_directory import rewrite_file
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
-PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)  # what Slurm takes in a line of the script as it stands
-CHECKPOINTS = 50  # steps between checkpoints where the configuration has none: a job has to be able to go on
+PLAIN = re.compile(
+    r"[\w./:@%+=,^\[\]-]+", re.ASCII
+)  # what Slurm takes in a line of the script as it stands
+CHECKPOINTS = (
+    50  # steps between checkpoints where the configuration has none: a job has to be able to go on
+)
 OPTIONS = ("account", "partition", "time", "qos", "mem", "mail_user", "constraint", "dependency")
 STATES = "%i|%T|%M|%R"
 DEAD = 60.0  # seconds that a command of Slurm may take
@@ -51,15 +55,27 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, words in (("sft", "Submit supervised fine-tuning."), ("rl", "Submit RL.")):
         one = commands.add_parser(
-            name, help=words, description=f"{words} Keys of the configuration may follow, as --max-steps 10.",
+            name,
+            help=words,
+            description=f"{words} Keys of the configuration may follow, as --max-steps 10.",
             allow_abbrev=False,
-        )  # fmt: skip
+        )
         add = one.add_argument
         add("config", help="TOML file")
-        add("--output-dir", type=Path, required=True, help="directory of the run, on a disk that the nodes share")
+        add(
+            "--output-dir",
+            type=Path,
+            required=True,
+            help="directory of the run, on a disk that the nodes share",
+        )
         if name == "sft":
             add("--gpus", type=parse_count, required=True, help="GPUs of a node, 1 to 8")
-            add("--nodes", type=parse_count, default=1, help="nodes that train one model together (default 1)")
+            add(
+                "--nodes",
+                type=parse_count,
+                default=1,
+                help="nodes that train one model together (default 1)",
+            )
         else:
             add("--train-gpus", type=parse_count, default=1, help="GPUs that train (default 1)")
             add("--infer-gpus", type=parse_count, default=1, help="GPUs that sample (default 1)")
@@ -69,34 +85,61 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 type=parse_count,
                 help="nodes that train, each with so many --train-gpus; needs --infer-nodes",
             )
-            add("--infer-nodes", type=parse_count, help="nodes that sample, each with so many --infer-gpus")
-        add("--cpus-per-gpu", type=parse_count, default=8, help="processor cores for each GPU (default 8)")
+            add(
+                "--infer-nodes",
+                type=parse_count,
+                help="nodes that sample, each with so many --infer-gpus",
+            )
+        add(
+            "--cpus-per-gpu",
+            type=parse_count,
+            default=8,
+            help="processor cores for each GPU (default 8)",
+        )
         add("--job-name", help=f"default: the file's name and -{name}")
         add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
         for option, words in (
-            ("partition", "where to run"), ("time", "wall time, as in 4:00:00"), ("qos", "quality of service"),
-            ("mem", "memory of the node, as in 64G"), ("mail-user", "address that is written to when the job ends"),
-            ("constraint", "features that the node must have"), ("dependency", "as Slurm has it: afterok:123"),
-        ):  # fmt: skip
+            ("partition", "where to run"),
+            ("time", "wall time, as in 4:00:00"),
+            ("qos", "quality of service"),
+            ("mem", "memory of the node, as in 64G"),
+            ("mail-user", "address that is written to when the job ends"),
+            ("constraint", "features that the node must have"),
+            ("dependency", "as Slurm has it: afterok:123"),
+        ):
             add(f"--{option}", help=words)
-        add("--chain", type=parse_count, default=1, help="jobs that go on after each other (default 1)")
+        add(
+            "--chain",
+            type=parse_count,
+            default=1,
+            help="jobs that go on after each other (default 1)",
+        )
         add(
             "--grace",
             type=parse_count,
             default=120,
             help="seconds before the end of the wall time to save in (default 120)",
         )
-        add("--sbatch", action="append", default=[], metavar="KEY=VALUE", help="a further option of sbatch")
+        add(
+            "--sbatch",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="a further option of sbatch",
+        )
         add("--hf-hub-offline", action="store_true", help="use what the hub's cache has")
         add("--dry-run", action="store_true", help="write and show everything, submit nothing")
     for name, words in (
-        ("status", "State of a run's jobs, its step and reward."), ("logs", "Show a run's newest log."),
+        ("status", "State of a run's jobs, its step and reward."),
+        ("logs", "Show a run's newest log."),
         ("cancel", "End a run's jobs."),
-    ):  # fmt: skip
+    ):
         one = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
         one.add_argument("run", type=Path, help="its --output-dir")
         if name == "logs":
-            one.add_argument("-n", "--lines", type=parse_count, default=50, help="lines (default 50)")
+            one.add_argument(
+                "-n", "--lines", type=parse_count, default=50, help="lines (default 50)"
+            )
     return parser.parse_known_args(argv)
 
 
@@ -121,14 +164,23 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
         file = directory / "configs" / f"{args.command}.toml"
-        rewrite_file(file, to_toml(config, with_secrets=True), mode=0o600)  # the job has nothing else
+        rewrite_file(
+            file, to_toml(config, with_secrets=True), mode=0o600
+        )  # the job has nothing else
         options = sbatch_options(args, gpus, sum(nodes), directory)
         script = directory / f"{args.command}.sh"
         script.write_text(render_script(args, gpus, nodes, file, options))
         script.chmod(0o755)
     except OSError as error:
-        raise ValueError(f"--output-dir {directory} cannot be written to: {error.strerror}") from None
-    given = [word for name, value in options if not PLAIN.fullmatch(value) for word in (f"--{name}", value)]
+        raise ValueError(
+            f"--output-dir {directory} cannot be written to: {error.strerror}"
+        ) from None
+    given = [
+        word
+        for name, value in options
+        if not PLAIN.fullmatch(value)
+        for word in (f"--{name}", value)
+    ]
     if args.dry_run:
         if isinstance(config, RLConfig):
             print("\n".join(format_placement(on_nodes(config, nodes), gpus, "node 1")))
@@ -145,7 +197,9 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
             print("Slurm says: nothing, there is no sbatch here")
         return 0
     if not shutil.which("sbatch"):
-        raise ValueError(f"there is no sbatch here; {script} is written and can be submitted where there is one")
+        raise ValueError(
+            f"there is no sbatch here; {script} is written and can be submitted where there is one"
+        )
     before = ""
     for _ in range(args.chain):
         wait = [f"--dependency=afterany:{before}"] if before else []
@@ -154,7 +208,9 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
             raise ValueError(f"sbatch: {done.stderr.strip().removeprefix('sbatch: error: ')}")
         before = done.stdout.strip().split(";")[0]
         with (directory / "slurm" / "jobs.jsonl").open("a") as known:
-            known.write(json.dumps({"job": before, "submitted": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n")
+            known.write(
+                json.dumps({"job": before, "submitted": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
+            )
         print(f"Submitted job {before}: {script}")
     print(f"log: {directory / 'slurm' / f'job_{before}.log'}")
     return 0
@@ -167,9 +223,13 @@ def nodes_of(args: argparse.Namespace) -> list[int]:
     if args.train_nodes is None and args.infer_nodes is None:
         return [1]
     if args.single_gpu:
-        raise ValueError("--single-gpu: one GPU is on one node; leave --train-nodes and --infer-nodes out")
+        raise ValueError(
+            "--single-gpu: one GPU is on one node; leave --train-nodes and --infer-nodes out"
+        )
     if args.train_nodes is None or args.infer_nodes is None:
-        raise ValueError("--train-nodes and --infer-nodes: give both; servers and trainer have nodes of their own then")
+        raise ValueError(
+            "--train-nodes and --infer-nodes: give both; servers and trainer have nodes of their own then"
+        )
     return [args.train_nodes, args.infer_nodes]
 
 
@@ -177,7 +237,10 @@ def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
     """The configuration as the job will have it, with numbers for names."""
     if len(nodes) == 1:
         return config
-    train, infer = ([f"node {i + 1}" for i in range(start, start + count)] for start, count in ((0, nodes[0]), nodes))
+    train, infer = (
+        [f"node {i + 1}" for i in range(start, start + count)]
+        for start, count in ((0, nodes[0]), nodes)
+    )
     os.environ.setdefault(API_KEY_VARIABLE, "of the job")
     return config.model_copy(update={"trainer_nodes": train, "inference_nodes": infer})
 
@@ -192,10 +255,14 @@ def gpus_of(args: argparse.Namespace) -> int:
         return 1
     if args.train_nodes or args.infer_nodes:
         if max(args.train_gpus, args.infer_gpus) > 8:
-            raise ValueError(f"--train-gpus {args.train_gpus}, --infer-gpus {args.infer_gpus}: a node has up to 8")
+            raise ValueError(
+                f"--train-gpus {args.train_gpus}, --infer-gpus {args.infer_gpus}: a node has up to 8"
+            )
         return int(max(args.train_gpus, args.infer_gpus))
     if args.train_gpus + args.infer_gpus > 8:
-        raise ValueError(f"--train-gpus {args.train_gpus} and --infer-gpus {args.infer_gpus}: a node has up to 8")
+        raise ValueError(
+            f"--train-gpus {args.train_gpus} and --infer-gpus {args.infer_gpus}: a node has up to 8"
+        )
     return int(args.train_gpus + args.infer_gpus)
 
 
@@ -213,7 +280,9 @@ def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Pa
                 "inference_gpu_ids": list(range(args.infer_gpus)),
                 "trainer_gpu_ids": list(range(first, first + args.train_gpus)),
             }
-        words += [word for key, value in devices.items() for word in (f"--{key}", _quote_word(value))]
+        words += [
+            word for key, value in devices.items() for word in (f"--{key}", _quote_word(value))
+        ]
         if not args.single_gpu:
             words += [
                 "--deployment",
@@ -226,11 +295,18 @@ def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Pa
             one = load_config(RLConfig, words).inference
             share = one.tensor_parallel_size * one.data_parallel_size if one is not None else 1
             if args.infer_gpus % share:
-                raise ConfigError(f"--infer-gpus {args.infer_gpus} is not a multiple of {share}, the GPUs of a server")
-            words += ["--inference-replicas", str(args.infer_gpus // share * (args.infer_nodes or 1))]
+                raise ConfigError(
+                    f"--infer-gpus {args.infer_gpus} is not a multiple of {share}, the GPUs of a server"
+                )
+            words += [
+                "--inference-replicas",
+                str(args.infer_gpus // share * (args.infer_nodes or 1)),
+            ]
         config = load_config(RLConfig, words)
     if config.clean:
-        raise ConfigError(f"clean: a job that is started again would lose its run; remove it from {args.config}")
+        raise ConfigError(
+            f"clean: a job that is started again would lose its run; remove it from {args.config}"
+        )
     changes: dict[str, Any] = {"resume": "auto"}
     if config.ckpt is None or config.ckpt.interval is None:
         # No more seldom than weights: a run that has written those and has no checkpoint is not begun again unasked.
@@ -242,15 +318,21 @@ def _quote_word(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def sbatch_options(args: argparse.Namespace, gpus: int, nodes: int, directory: Path) -> list[tuple[str, str]]:
+def sbatch_options(
+    args: argparse.Namespace, gpus: int, nodes: int, directory: Path
+) -> list[tuple[str, str]]:
     """Options of sbatch by name."""
     log = str(directory / "slurm").replace("%", "%%") + "/job_%j.log"
     found = [
         ("job-name", args.job_name or f"{Path(args.config).stem}-{args.command}"),
-        ("nodes", str(nodes)), ("ntasks-per-node", "1") if nodes > 1 else ("ntasks", "1"), ("gres", f"gpu:{gpus}"),
+        ("nodes", str(nodes)),
+        ("ntasks-per-node", "1") if nodes > 1 else ("ntasks", "1"),
+        ("gres", f"gpu:{gpus}"),
         ("cpus-per-gpu", str(args.cpus_per_gpu)),
-        ("output", log), ("open-mode", "append"), ("signal", f"B:USR1@{args.grace}"),
-    ]  # fmt: skip
+        ("output", log),
+        ("open-mode", "append"),
+        ("signal", f"B:USR1@{args.grace}"),
+    ]
     account = args.account or os.environ.get("SBATCH_ACCOUNT") or os.environ.get("SLURM_ACCOUNT")
     values = vars(args) | {"account": account}
     found += [(name.replace("_", "-"), values[name]) for name in OPTIONS if values[name]]
@@ -265,14 +347,26 @@ def sbatch_options(args: argparse.Namespace, gpus: int, nodes: int, directory: P
 
 
 def render_script(
-    args: argparse.Namespace, gpus: int, nodes: list[int], file: Path, options: list[tuple[str, str]]
+    args: argparse.Namespace,
+    gpus: int,
+    nodes: list[int],
+    file: Path,
+    options: list[tuple[str, str]],
 ) -> str:
     from jinja2 import Environment, StrictUndefined
 
     command = [sys.executable, "-P", "-m", "hone", args.command, "@", str(file)]
     several = ["--nodes", str(nodes[0])] if args.command == "sft" and nodes[0] > 1 else []
     if args.command == "sft" and (gpus > 1 or several):
-        command = [sys.executable, "-P", "-m", "hone.launch.rank_launcher", "--ranks", str(gpus), *several]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "hone.launch.rank_launcher",
+            "--ranks",
+            str(gpus),
+            *several,
+        ]
     rest = [args.command, "@", str(file)] if "hone.launch.rank_launcher" in command else []
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
@@ -281,9 +375,14 @@ def render_script(
     return environment.from_string(TEMPLATE.read_text()).render(
         options=[(name, value) for name, value in options if PLAIN.fullmatch(value)],
         others=[f"--{name}={value!a}" for name, value in options if not PLAIN.fullmatch(value)],
-        directory=str(args.output_dir.absolute()), place=str(Path.cwd()), command=command, rest=rest, nodes=nodes,
-        kind=args.command, offline=args.hf_hub_offline,
-    )  # fmt: skip
+        directory=str(args.output_dir.absolute()),
+        place=str(Path.cwd()),
+        command=command,
+        rest=rest,
+        nodes=nodes,
+        kind=args.command,
+        offline=args.hf_hub_offline,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- looking after
@@ -294,21 +393,33 @@ def jobs_of(run: Path) -> list[str]:
     file = run / "slurm" / "jobs.jsonl"
     found = [str(row["job"]) for row in read_rows(file)]
     if not found:
-        raise ValueError(f"{run} has no job: {file} is not there; it is the --output-dir of `hone slurm sft` or `rl`")
+        raise ValueError(
+            f"{run} has no job: {file} is not there; it is the --output-dir of `hone slurm sft` or `rl`"
+        )
     return found
 
 
 def show_status(args: argparse.Namespace) -> int:
     for job in jobs_of(args.run):
-        done = run_slurm_command(["squeue", "--noheader", "--states=all", "--jobs", job, "--format", STATES])
+        done = run_slurm_command(
+            ["squeue", "--noheader", "--states=all", "--jobs", job, "--format", STATES]
+        )
         words = (
-            done.stdout.strip().split("|") if done.returncode == 0 and done.stdout.strip() else [job, "GONE", "", ""]
+            done.stdout.strip().split("|")
+            if done.returncode == 0 and done.stdout.strip()
+            else [job, "GONE", "", ""]
         )
         print(f"job {words[0]}  {words[1]}  {words[2]}  {words[3]}".rstrip())
-    rows = [row for name in ("metrics.jsonl", "metrics_sft.jsonl") for row in read_rows(args.run / name)]
+    rows = [
+        row for name in ("metrics.jsonl", "metrics_sft.jsonl") for row in read_rows(args.run / name)
+    ]
     if rows:
         last = rows[-1]
-        value = f"reward {last['reward/mean']:.4f}" if "reward/mean" in last else f"loss {last.get('loss/mean', 0):.4f}"
+        value = (
+            f"reward {last['reward/mean']:.4f}"
+            if "reward/mean" in last
+            else f"loss {last.get('loss/mean', 0):.4f}"
+        )
         print(f"step {last['step']}  {value}")
     return 0
 
@@ -337,9 +448,18 @@ def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
     """A command of Slurm. Raises ValueError where it is not there or does not answer."""
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=DEAD, check=False
+            words,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=DEAD,
+            check=False,
         )
     except FileNotFoundError:
-        raise ValueError(f"there is no {words[0]} here; is this a machine of a Slurm cluster?") from None
+        raise ValueError(
+            f"there is no {words[0]} here; is this a machine of a Slurm cluster?"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise ValueError(f"{words[0]} has not answered for {DEAD:.0f} s; is slurmctld up?") from None
+        raise ValueError(
+            f"{words[0]} has not answered for {DEAD:.0f} s; is slurmctld up?"
+        ) from None

@@ -34,11 +34,27 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
 }
 PEFT_ALPHA = 8  # lora_alpha where a configuration has none
 IMMATERIAL = {
-    "auto_mapping", "base_model_name_or_path", "eva_config", "exclude_modules", "inference_mode", "layers_pattern",
-    "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_core", "peft_type", "peft_version",
-    "qalora_group_size", "r", "revision", "runtime_config", "target_modules", "task_type", "use_rslora",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "eva_config",
+    "exclude_modules",
+    "inference_mode",
+    "layers_pattern",
+    "layers_to_transform",
+    "lora_alpha",
+    "lora_dropout",
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+    "use_rslora",
     "ensure_weight_tying",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -54,8 +70,14 @@ def read_adapter(directory: Path) -> Adapter:
     config, tensors = read_files(directory)
     path, file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     for key, value in config.items():
-        if key not in IMMATERIAL and value not in ACCEPTED.get(key, ()) and value not in (None, False, {}, []):
-            raise ValueError(f"{path}: {key} = {value!r} is not supported: it changes what the adapter computes")
+        if (
+            key not in IMMATERIAL
+            and value not in ACCEPTED.get(key, ())
+            and value not in (None, False, {}, [])
+        ):
+            raise ValueError(
+                f"{path}: {key} = {value!r} is not supported: it changes what the adapter computes"
+            )
     rank, scale = config["r"], scale_of(config)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
@@ -86,7 +108,9 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if config.get("peft_type") != "LORA":
-        raise ValueError(f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'")
+        raise ValueError(
+            f"{path}: peft_type {config.get('peft_type')!r} is not supported; supported: 'LORA'"
+        )
     if not isinstance(config.get("lora_alpha", PEFT_ALPHA), int | float):
         raise ValueError(f"{path}: lora_alpha = {config['lora_alpha']!r} is not a number")
     rank = config.get("r")
@@ -133,7 +157,9 @@ class Adapters:
         if name is None:
             return 0
         if name not in self.loaded:
-            raise ValueError(f"no adapter {name!r} is loaded; loaded: {', '.join(self.loaded) or 'none'}")
+            raise ValueError(
+                f"no adapter {name!r} is loaded; loaded: {', '.join(self.loaded) or 'none'}"
+            )
         return self.loaded[name][0]
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
@@ -181,8 +207,13 @@ class Adapters:
         parameters = dict(self.model.named_parameters())
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():
-            for name, part in zip(theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True):
-                if name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linear_shapes and part.dim() == 2:
+            for name, part in zip(
+                theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True
+            ):
+                if (
+                    name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linear_shapes
+                    and part.dim() == 2
+                ):
                     sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
         return sizes
 

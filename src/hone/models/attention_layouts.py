@@ -55,7 +55,9 @@ class Rotation:
 
     def _of_tokens(self, table_PE: Tensor) -> Tensor:
         assert self.positions_T is not None
-        return table_PE.index_select(0, self.positions_T).unsqueeze(1)  # [positions] takes a CPU thrice as long
+        return table_PE.index_select(0, self.positions_T).unsqueeze(
+            1
+        )  # [positions] takes a CPU thrice as long
 
 
 @dataclass(frozen=True)
@@ -90,11 +92,15 @@ class FlatAttention:
 
             return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
         if is_half_on_gpu(q_THE) and not self.has_prefixes:
-            return flash_varlen(q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries).flatten(1)
+            return flash_varlen(
+                q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries
+            ).flatten(1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.length_buckets]
         if not outs:
             return q_THE.flatten(1)  # of no token
-        return put_rows(torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE))
+        return put_rows(
+            torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE)
+        )
 
     @cached_property
     def tile_plan(self) -> "Tiles":
@@ -106,7 +112,10 @@ class FlatAttention:
     def sequence_boundaries(self) -> tuple[Tensor, Tensor, int, int]:
         """Where queries, and keys, of each sequence start, and the most of each."""
         _, lengths, _, before = self.sequences.rows.T
-        starts = (np.concatenate([[0], np.cumsum(x)]).astype(np.int32) for x in (lengths, lengths + before))
+        starts = (
+            np.concatenate([[0], np.cumsum(x)]).astype(np.int32)
+            for x in (lengths, lengths + before)
+        )
         of_q, of_k = (to_device(x, self.device) for x in starts)
         return of_q, of_k, int(lengths.max()), int((lengths + before).max())
 
@@ -120,7 +129,10 @@ class PackedAttention(FlatAttention):
     prompt that some share."""
 
     def __init__(
-        self, lengths: Sequence[int], device: torch.device | str = "cpu", completions: Iterable[Sequence[int]] = ()
+        self,
+        lengths: Sequence[int],
+        device: torch.device | str = "cpu",
+        completions: Iterable[Sequence[int]] = (),
     ) -> None:
         groups = [(n, *own) for n, own in zip_longest(lengths, completions, fillvalue=())]
         length = np.fromiter(chain.from_iterable(groups), np.int64)
@@ -140,10 +152,16 @@ class PackedAttention(FlatAttention):
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
-        if not wants_kernel or turn.positions_T is None or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2]):
+        if (
+            not wants_kernel
+            or turn.positions_T is None
+            or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
+        ):
             return self.attend(*heads(qkv_TNE))
         rest = (turn.positions_T, self.sequences, self.tile_plan, heads.eps, heads.H)
-        return heads_attention(qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest)
+        return heads_attention(
+            qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest
+        )
 
 
 class ContinuedAttention(FlatAttention):
@@ -152,13 +170,17 @@ class ContinuedAttention(FlatAttention):
     Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own. No gradient.
     """
 
-    def __init__(self, lengths: list[int], before: list[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, lengths: list[int], before: list[int], device: torch.device | str = "cpu"
+    ) -> None:
         own, earlier = np.array(lengths), np.array(before)
         ends = np.cumsum(own + earlier)
         rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
         super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
         spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.own_T = to_device(np.concatenate(spans), self.device)  # where the queries stand among the keys
+        self.own_T = to_device(
+            np.concatenate(spans), self.device
+        )  # where the queries stand among the keys
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
         """T x (H * E), for S keys of T queries and all before them."""
@@ -177,7 +199,9 @@ def keeps_order(q_THE: Tensor) -> bool:
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 
 
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int) -> Tensor:
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int
+) -> Tensor:
     """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
     out: Tensor
     if torch.is_grad_enabled():
@@ -186,7 +210,18 @@ def flash_varlen(q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, lo
         out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(-1, 0))  # type: ignore[assignment]
     else:  # what varlen_attn calls, without 0.2 ms of the host's in every layer
         out = torch.ops.aten._flash_attention_forward(
-            q, k, v, of_q, of_k, longest_q, longest_k, 0.0, False, False, window_size_left=-1, window_size_right=0
+            q,
+            k,
+            v,
+            of_q,
+            of_k,
+            longest_q,
+            longest_k,
+            0.0,
+            False,
+            False,
+            window_size_left=-1,
+            window_size_right=0,
         )[0]
     return out
 
@@ -199,17 +234,31 @@ class _Bucket:
         in_C, in_P = np.arange(length.max()), np.arange(before.max())
         own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
         is_own = in_C < length
-        tensors = (own_BC, np.concatenate([of_P, own_BC], 1), own_BC[is_own], np.flatnonzero(is_own), in_P < before)
-        self.queries, self.keys, self.flat, self.cells, sees_BP = (to_device(x, device) for x in tensors)
+        tensors = (
+            own_BC,
+            np.concatenate([of_P, own_BC], 1),
+            own_BC[is_own],
+            np.flatnonzero(is_own),
+            in_P < before,
+        )
+        self.queries, self.keys, self.flat, self.cells, sees_BP = (
+            to_device(x, device) for x in tensors
+        )
         self.mask: Tensor | None = None  # without prefixes: causal
         if len(in_P):
             causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()
-            parts = (sees_BP[:, None].expand(-1, len(in_C), -1), causal_CC.expand(len(rows), -1, -1))
+            parts = (
+                sees_BP[:, None].expand(-1, len(in_C), -1),
+                causal_CC.expand(len(rows), -1, -1),
+            )
             self.mask = torch.cat(parts, dim=-1)[:, None]
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
         """Of its tokens, which are those of `flat`."""
-        q, k, v = (_gather_rows(*x) for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys)))
+        q, k, v = (
+            _gather_rows(*x)
+            for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys))
+        )
         gqa = q.shape[1] != k.shape[1]
         out_BHCE = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
@@ -227,7 +276,11 @@ def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     buckets: list[list[NDArray[np.int64]]] = []
     for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):
         first = buckets[-1][0] if buckets else row
-        is_like = row[1] <= 2 * first[1] + 32 and row[3] <= 2 * first[3] + 32 and first[3] <= 2 * row[3] + 32
+        is_like = (
+            row[1] <= 2 * first[1] + 32
+            and row[3] <= 2 * first[3] + 32
+            and first[3] <= 2 * row[3] + 32
+        )
         if buckets and is_like and (row[3] > 0) == (first[3] > 0):
             buckets[-1].append(row)
         else:

@@ -26,11 +26,19 @@ from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")  # beginnings of files of other things
+UNRELATED = re.compile(
+    r"adapter_|optimizer|consolidated|original|training_"
+)  # beginnings of files of other things
 log = logging.getLogger("hone.model")
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
-TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jinja"]  # what goes along with weights
+TEXT_FILES = [
+    "*.json",
+    "*.txt",
+    "*.jinja",
+    "*.model",
+    f"{TEMPLATE_FOLDER}/*.jinja",
+]  # what goes along with weights
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
@@ -47,9 +55,13 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
             f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
         }
         if spec.qk_norm:
-            table |= {f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"] for x in "qk"}
+            table |= {
+                f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"] for x in "qk"
+            }
         if spec.qkv_bias:
-            table[f"{ours}.attention.qkv.bias"] = [f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"]
+            table[f"{ours}.attention.qkv.bias"] = [
+                f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"
+            ]
         if spec.out_bias:
             table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
         for name, parts in spec.feed_forward_names().items():
@@ -97,16 +109,24 @@ def resolve_model(name: str) -> Path:
     if path.exists():
         raise ValueError(f"model.name: {name} is a file; give the model's directory")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or not name.isascii():
-        raise ValueError(f"model.name: no directory {name} here (a hub id has the form owner/model)")
+        raise ValueError(
+            f"model.name: no directory {name} here (a hub id has the form owner/model)"
+        )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS + TEXT_FILES))
     except HFValidationError as error:
-        raise ValueError(f"model.name: {name} is neither a directory here nor a valid hub id: {error}") from None
+        raise ValueError(
+            f"model.name: {name} is neither a directory here nor a valid hub id: {error}"
+        ) from None
     except LocalEntryNotFoundError:
-        nearby = [str(one) for one in path.parent.iterdir() if one.is_dir()] if path.parent.is_dir() else []
+        nearby = (
+            [str(one) for one in path.parent.iterdir() if one.is_dir()]
+            if path.parent.is_dir()
+            else []
+        )
         near = difflib.get_close_matches(str(path), nearby, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
@@ -114,7 +134,9 @@ def resolve_model(name: str) -> Path:
             f"{hint}"
         ) from None
     except HfHubHTTPError as error:
-        raise ValueError(f"model.name: the hub refused {name}: {str(error).splitlines()[0]}") from None
+        raise ValueError(
+            f"model.name: the hub refused {name}: {str(error).splitlines()[0]}"
+        ) from None
 
 
 def load_model(
@@ -163,7 +185,9 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
                     tensor.copy_(reader.get_tensor(name))
 
 
-def require_tied_head(wanted: Mapping[str, Tensor], where: Mapping[str, Path], directory: Path) -> None:
+def require_tied_head(
+    wanted: Mapping[str, Tensor], where: Mapping[str, Path], directory: Path
+) -> None:
     """Raise ValueError for a head that is stored beside the embedding that config.json ties it to, and differs."""
     if HEAD in wanted or HEAD not in where or EMBEDDING not in where:
         return
@@ -195,15 +219,21 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
         )
     for name, tensor in (wanted or {}).items():
         if name not in where:
-            raise ValueError(f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}")
+            raise ValueError(
+                f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}"
+            )
         shape = shapes[where[name]][name]
         if shape != tuple(tensor.shape):
-            raise ValueError(f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}"
+            )
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
     derived = {n for n in where if n == HEAD or n.endswith("rotary_emb.inv_freq")}
     surplus = where.keys() - (wanted or where).keys() - derived
     if surplus:
-        raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}")
+        raise ValueError(
+            f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}"
+        )
     return where
 
 
@@ -217,18 +247,26 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
         listed = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        if not isinstance(listed, dict) or not all(
+            isinstance(name, str) for name in listed.values()
+        ):
             raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
         missing = sorted(set(listed.values()) - set(every))
         if missing and SINGLE not in every:
-            raise ValueError(f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have")
+            raise ValueError(
+                f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have"
+            )
         if missing:
             log.warning("%s: not read, since its files are not there: %s", directory, INDEX)
             return [every[SINGLE]], None
         others = sorted(set(every) - set(listed.values()))
         if others:
-            log.warning("%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others))
-        return sorted({every[name] for name in listed.values()}), {key: every[name] for key, name in listed.items()}
+            log.warning(
+                "%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others)
+            )
+        return sorted({every[name] for name in listed.values()}), {
+            key: every[name] for key, name in listed.items()
+        }
     if SINGLE in every:
         return [every[SINGLE]], None
     shards: dict[str, list[Path]] = {}
@@ -244,7 +282,9 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
         return whole[0], None
     if shards:
         count, files = next(iter(shards.items()))
-        raise ValueError(f"{directory} has {len(files)} of {int(count)} shards of its weights, and no {INDEX}")
+        raise ValueError(
+            f"{directory} has {len(files)} of {int(count)} shards of its weights, and no {INDEX}"
+        )
     rest = [file for name, file in every.items() if not UNRELATED.match(name)]
     if rest:
         return rest, None
@@ -283,7 +323,11 @@ def save_model(model: Transformer, source: Path, directory: Path) -> None:
 
 
 def write_model(
-    model: Transformer, source: Path, directory: Path, with_text: bool = True, chat_template: str | None = None
+    model: Transformer,
+    source: Path,
+    directory: Path,
+    with_text: bool = True,
+    chat_template: str | None = None,
 ) -> Path:
     """Write the files of an HF directory like `write_description`, and the weights."""
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
@@ -297,7 +341,11 @@ def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def write_description(
-    source: Path, directory: Path, dtype: torch.dtype, with_text: bool, chat_template: str | None = None
+    source: Path,
+    directory: Path,
+    dtype: torch.dtype,
+    with_text: bool,
+    chat_template: str | None = None,
 ) -> None:
     """Write the files of an HF directory but the weights.
 

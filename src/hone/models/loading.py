@@ -33,7 +33,11 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
         config.dtype, torch.bfloat16 if on_gpu else torch.float32
     )
     model = load_model(
-        directory, random_init=config.random_init, seed=seed, dtype=dtype, device="cuda" if on_gpu else "cpu"
+        directory,
+        random_init=config.random_init,
+        seed=seed,
+        dtype=dtype,
+        device="cuda" if on_gpu else "cpu",
     )
     tokenizer.fit_vocabulary(model.spec.vocab_size)
     numerics.use(config.numerics)
@@ -46,7 +50,9 @@ def require_order(model: Transformer) -> None:
     """Raises ValueError for a model that is not computed in one order here."""
     weight, spec = model.embed.weight, model.spec
     if spec.routed_experts:
-        raise ValueError("model.numerics exact: mixtures of experts have no exact kernels; take fast")
+        raise ValueError(
+            "model.numerics exact: mixtures of experts have no exact kernels; take fast"
+        )
     if not weight.is_cuda:
         raise ValueError(
             "model.numerics exact is for a GPU; on a CPU, in float32, logprobs of sampler and trainer agree to about "

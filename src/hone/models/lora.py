@@ -36,7 +36,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 class LoRA(nn.Module):
     """What is added to one fused weight, whose rows are those of the HF linears `names`, of the `heights` given."""
 
-    def __init__(self, linear: Linear, names: list[str], heights: list[int], config: LoRAConfig) -> None:
+    def __init__(
+        self, linear: Linear, names: list[str], heights: list[int], config: LoRAConfig
+    ) -> None:
         super().__init__()
         self.config = config
         self.heights = dict(zip(names, heights, strict=True))
@@ -68,7 +70,9 @@ class LoRA(nn.Module):
     def scaled_factors(self) -> tuple[Tensor, Tensor]:
         """A_RI and B_OR, scaled."""
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
-        return self.A, b_OR if len(b_OR) == self.outputs else put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
+        if len(b_OR) != self.outputs:
+            b_OR = put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
+        return self.A, b_OR
 
     @torch.no_grad()
     def merge_into(self, weight_OI: Tensor) -> Tensor:
@@ -109,7 +113,11 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
     for name, weight in into.items():
         module = name.removesuffix(".weight")
-        saved, a, b = take_tensor(name), take_tensor(f"{module}.lora_A.weight"), take_tensor(f"{module}.lora_B.weight")
+        saved, a, b = (
+            take_tensor(name),
+            take_tensor(f"{module}.lora_A.weight"),
+            take_tensor(f"{module}.lora_B.weight"),
+        )
         if saved is not None:
             weight.copy_(saved)
         if a is not None and b is not None:
@@ -118,7 +126,9 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
             weight.copy_(merged)
     surplus = sorted({name.removeprefix("base_model.model.") for name in tensors} - used)
     if surplus:
-        raise ValueError(f"{directory}: tensors that the model does not have: {', '.join(surplus[:5])}")
+        raise ValueError(
+            f"{directory}: tensors that the model does not have: {', '.join(surplus[:5])}"
+        )
 
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
@@ -126,7 +136,9 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     table, possible = hf_names(model.spec), model.spec.linear_shapes
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
-        raise ValueError(f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have")
+        raise ValueError(
+            f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have"
+        )
     config = config.model_copy(update={"targets": config.targets or list(possible)})
     if model.head is None and "lm_head" in config.modules_to_save:
         raise ValueError("lora.modules_to_save: lm_head is embed_tokens in this model; name that")
@@ -139,7 +151,9 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
         theirs = [name.removesuffix(".weight") for name in table[names[0]]]
         lora = LoRA(linear, theirs, heights, config)
         if lora.targets:
-            with torch.no_grad():  # as nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
+            with (
+                torch.no_grad()
+            ):  # as nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
                 bound = 1 / math.sqrt(lora.A.shape[1])
                 lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
             linear.delta = lora
@@ -183,10 +197,15 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora_modules(trained)):
             return
-        self.model = Transformer(trained.spec)  # its own weights are never touched, so they take no memory
+        self.model = Transformer(
+            trained.spec
+        )  # its own weights are never touched, so they take no memory
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
-            weight, delta = trained.get_parameter(name), getattr(trained.get_submodule(path), "delta", None)
+            weight, delta = (
+                trained.get_parameter(name),
+                getattr(trained.get_submodule(path), "delta", None),
+            )
             if isinstance(delta, LoRA) and leaf == "weight":
                 own = nn.Parameter(torch.empty_like(weight), requires_grad=False)
                 self._sums.append((own, weight, delta))
@@ -221,13 +240,17 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
     for lora in lora_modules(model):
         saved = set(lora.config.modules_to_save)
         for name, a, b in lora.named_pairs(whole):
-            tensors |= {f"base_model.model.{name}.lora_{kind}.weight": x for kind, x in (("A", a), ("B", b))}
+            tensors |= {
+                f"base_model.model.{name}.lora_{kind}.weight": x for kind, x in (("A", a), ("B", b))
+            }
     parameters = dict(model.named_parameters())
     for ours, theirs in hf_names(model.spec).items():
         if saved & {name.rsplit(".", 2)[-2] for name in theirs}:
             tensors[f"base_model.model.{theirs[0]}"] = whole(parameters[ours].detach())
     if "embed_tokens" in saved and model.head is None:  # peft wants a tied head by its own name too
-        tensors["base_model.model.lm_head.weight"] = tensors["base_model.model.model.embed_tokens.weight"].clone()
+        tensors["base_model.model.lm_head.weight"] = tensors[
+            "base_model.model.model.embed_tokens.weight"
+        ].clone()
     return tensors
 
 
@@ -238,16 +261,28 @@ def write_adapter(
     # peft goes by the ends of names: norm alone would be all norms
     saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]
     settings = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": config.rank,
-        "lora_alpha": config.alpha, "use_rslora": config.rslora, "lora_dropout": config.dropout, "bias": "none",
-        "target_modules": sorted(config.targets or spec.linear_shapes), "modules_to_save": saved or None,
-        "inference_mode": True, "fan_in_fan_out": False, "init_lora_weights": True,
-    }  # fmt: skip
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "use_rslora": config.rslora,
+        "lora_dropout": config.dropout,
+        "bias": "none",
+        "target_modules": sorted(config.targets or spec.linear_shapes),
+        "modules_to_save": saved or None,
+        "inference_mode": True,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+    }
     if "embed_tokens" in config.modules_to_save and spec.tie_word_embeddings:
         settings["ensure_weight_tying"] = True
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "adapter_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    save_file({name: x.contiguous().cpu() for name, x in tensors.items()}, directory / "adapter_model.safetensors")
+    save_file(
+        {name: x.contiguous().cpu() for name, x in tensors.items()},
+        directory / "adapter_model.safetensors",
+    )
 
 
 def _index_of(name: str, names: list[str]) -> int:

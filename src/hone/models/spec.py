@@ -55,8 +55,12 @@ class ModelSpec:
         """The fields that a `config.json` of this family has under keys of its own. Raises ValueError, KeyError."""
         return {"intermediate_size": int(config["intermediate_size"])}
 
-    feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # the module, in `models/transformer.py`
-    has_fast_paths: ClassVar[bool] = True  # whether packed models and captured steps know this block
+    feed_forward: ClassVar[Literal["mlp", "experts"]] = (
+        "mlp"  # the module, in `models/transformer.py`
+    )
+    has_fast_paths: ClassVar[bool] = (
+        True  # whether packed models and captured steps know this block
+    )
 
     @property
     def routed_experts(self) -> int:
@@ -67,13 +71,23 @@ class ModelSpec:
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Inputs and outputs of a block's linears that may have an adapter, by their HF names."""
         D, F = self.hidden_size, self.intermediate_size
-        return self.attention_linears | {"gate_proj": (D, F), "up_proj": (D, F), "down_proj": (F, D)}
+        return self.attention_linears | {
+            "gate_proj": (D, F),
+            "up_proj": (D, F),
+            "down_proj": (F, D),
+        }
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         """Each of a block's feed-forward parameters by the HF tensors that, stacked by rows, make it."""
-        table = {"gate_up.weight": ["gate_proj.weight", "up_proj.weight"], "down.weight": ["down_proj.weight"]}
+        table = {
+            "gate_up.weight": ["gate_proj.weight", "up_proj.weight"],
+            "down.weight": ["down_proj.weight"],
+        }
         if self.mlp_bias:
-            table |= {"gate_up.bias": ["gate_proj.bias", "up_proj.bias"], "down.bias": ["down_proj.bias"]}
+            table |= {
+                "gate_up.bias": ["gate_proj.bias", "up_proj.bias"],
+                "down.bias": ["down_proj.bias"],
+            }
         return table
 
     def feed_forward_rows(self, name: str) -> int:
@@ -105,8 +119,9 @@ class ModelSpec:
     def parameter_count(self) -> int:
         """Weights in all; norms and biases, which are few, are left out."""
         head = 1 if self.tie_word_embeddings else 2
-        return head * self.vocab_size * self.hidden_size + self.num_hidden_layers * self._block_parameters(
-            self.feed_forward_size
+        return (
+            head * self.vocab_size * self.hidden_size
+            + self.num_hidden_layers * self._block_parameters(self.feed_forward_size)
         )
 
     @property

@@ -23,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 from hone.kernels import cpu, cpu_training, gpu
 from hone.kernels.flat_attention import takes_heads
 from hone.kernels.gpu_training import norm_linear, swiglu_linear, whole_linear
-from hone.kernels.linear import few_linear, few_linear_onto, is_multiplied_here, is_ordered, linear, linear_parts
+from hone.kernels.linear import (
+    few_linear,
+    few_linear_onto,
+    is_multiplied_here,
+    is_ordered,
+    linear,
+    linear_parts,
+)
 from hone.kernels.norm import add_norm
 from hone.kernels.row_gather import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu, swiglu_reference
@@ -52,7 +59,9 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.delta: Callable[[Tensor], Tensor | None] | None = None  # what adapters add (`adapters.py`, `lora.py`)
+        self.delta: Callable[[Tensor], Tensor | None] | None = (
+            None  # what adapters add (`adapters.py`, `lora.py`)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if (whole := self.whole_weight()) is not None:
@@ -79,7 +88,9 @@ class Linear(nn.Module):
         weight: Tensor = merged(self.weight)
         return weight
 
-    def project_onto(self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None) -> tuple[Tensor, Pending]:
+    def project_onto(
+        self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None
+    ) -> tuple[Tensor, Pending]:
         """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
 
         For still fewer the stream has it already, and what comes second is the norm of that, if one is given.
@@ -111,7 +122,9 @@ class RMSNorm(nn.Module):
         """x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
-    def norm_and_project(self, linear: Linear, x_TD: Tensor, delta: Pending) -> tuple[Tensor, Tensor]:
+    def norm_and_project(
+        self, linear: Linear, x_TD: Tensor, delta: Pending
+    ) -> tuple[Tensor, Tensor]:
         """x + delta, and the projection of its norm."""
         if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, linear.weight, linear.bias)
@@ -123,7 +136,9 @@ class RMSNorm(nn.Module):
 
     def fused_before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
         """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.onto`)."""
-        is_elsewhere = hasattr(self.weight, "to_local")  # ranks share it, and bring it together for its own block alone
+        is_elsewhere = hasattr(
+            self.weight, "to_local"
+        )  # ranks share it, and bring it together for its own block alone
         if not isinstance(projection, Linear) or projection.delta is not None or is_elsewhere:
             return None
         return self if gpu.is_few(x_TD, projection.weight) else None
@@ -141,9 +156,13 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
         self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
 
-    def mix_heads(self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention) -> Tensor:
+    def mix_heads(
+        self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
+    ) -> Tensor:
         qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
-        return attend(layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation))
+        return attend(
+            layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation)
+        )
 
 
 class MLP(nn.Module):
@@ -158,13 +177,20 @@ class MLP(nn.Module):
         """x + delta, and what comes of its norm, as `Linear.onto` returns it before the norm that follows."""
         weights = (self.gate_up.weight, self.gate_up.bias)
         if isinstance(delta, gpu.Scaled):
-            return self.down.project_onto(x_TD, few_linear(delta, *weights, is_swiglu=True), following)
+            return self.down.project_onto(
+                x_TD, few_linear(delta, *weights, is_swiglu=True), following
+            )
         if self.gate_up.delta is None and gpu.takes(x_TD):
             x_TD, normed_TD = norm(x_TD, delta)
             return self.down.project_onto(x_TD, linear_swiglu(normed_TD, *weights), following)
         x_TD, gate_up_T2F = norm.norm_and_project(self.gate_up, x_TD, delta)
         if gpu.trains(gate_up_T2F) and self.down.is_plain:
-            down = (self.down.weight, self.down.bias, *self.down.added_factors(), self.down.whole_weight())
+            down = (
+                self.down.weight,
+                self.down.bias,
+                *self.down.added_factors(),
+                self.down.whole_weight(),
+            )
             return x_TD, swiglu_linear(gate_up_T2F, *down)
         return self.down.project_onto(x_TD, swiglu(gate_up_T2F), following)
 
@@ -180,7 +206,9 @@ class Experts(nn.Module):
         self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
         self.given_TK: Tensor | None = None  # experts to go through, -1: the router's own choice
         self.chosen_TK: Tensor | None = None  # of the last forward
-        self.differs_TK: Tensor | None = None  # which of those given the router would not have chosen
+        self.differs_TK: Tensor | None = (
+            None  # which of those given the router would not have chosen
+        )
         self.router, self.gate_up, self.down = (
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
@@ -202,7 +230,9 @@ class Experts(nn.Module):
         self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        order_M = expert_TK.flatten().argsort(stable=True)  # M = T x k pairs of a token and an expert, by expert
+        order_M = expert_TK.flatten().argsort(
+            stable=True
+        )  # M = T x k pairs of a token and an expert, by expert
         counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
         # Rows are taken by F.embedding: its gradient adds up in one order, that of indexing on a GPU does not.
         x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
@@ -225,7 +255,9 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     """
     weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
     if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
-        return F.grouped_mm(x_MI, weights.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32))
+        return F.grouped_mm(
+            x_MI, weights.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
+        )
     parts = x_MI.split(counts_E.tolist())
     return torch.cat(
         [F.linear(part, weights[e]) for e, part in enumerate(parts) if len(part)]
@@ -266,27 +298,54 @@ class Block(nn.Module):
         x_TD, delta = self.attention.out.project_onto(
             x_TD, mixed_TD, self.mlp_norm.fused_before(self.mlp.gate_up, x_TD)
         )
-        after = None if following is None else following.attention_norm.fused_before(following.attention.qkv, x_TD)
+        after = (
+            None
+            if following is None
+            else following.attention_norm.fused_before(following.attention.qkv, x_TD)
+        )
         return self.mlp.norm_and_apply(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
-        kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]  # as many rows as go through the other linears
+        kept_TD = (
+            x_TD if keep_N is None else x_TD[: len(keep_N)]
+        )  # as many rows as go through the other linears
         own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
         return (
-            torch.is_grad_enabled() and cpu.takes(x_TD) and own.q_norm is not None and takes_heads(own.head_dim)
-            and isinstance(self.mlp, MLP) and all(p.requires_grad for p in self.parameters())
-            and all(m.delta is None and m.bias is None and is_multiplied_here(kept_TD, m.weight) for m in linears)
-        )  # fmt: skip
+            torch.is_grad_enabled()
+            and cpu.takes(x_TD)
+            and own.q_norm is not None
+            and takes_heads(own.head_dim)
+            and isinstance(self.mlp, MLP)
+            and all(p.requires_grad for p in self.parameters())
+            and all(
+                m.delta is None and m.bias is None and is_multiplied_here(kept_TD, m.weight)
+                for m in linears
+            )
+        )
 
     def forward_compiled(
-        self, x_TD: Tensor, delta_TD: Tensor | None, turn: Rotation, attend: PackedAttention, keep_N: Tensor | None
+        self,
+        x_TD: Tensor,
+        delta_TD: Tensor | None,
+        turn: Rotation,
+        attend: PackedAttention,
+        keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """The same numbers to the bit in two calls each way."""
         own, mlp = self.attention, self.mlp
         assert own.q_norm is not None and own.k_norm is not None
-        norms = (self.attention_norm.weight, own.qkv.weight, own.q_norm, own.k_norm, turn.cos_T1E, turn.sin_T1E)
-        x_TD, mixed_TA = cpu_training.mix(x_TD, delta_TD, *norms, attend.sequences, own.eps, own.heads)
+        norms = (
+            self.attention_norm.weight,
+            own.qkv.weight,
+            own.q_norm,
+            own.k_norm,
+            turn.cos_T1E,
+            turn.sin_T1E,
+        )
+        x_TD, mixed_TA = cpu_training.mix(
+            x_TD, delta_TD, *norms, attend.sequences, own.eps, own.heads
+        )
         if keep_N is not None:
             x_TD, mixed_TA = take_rows(x_TD, keep_N), take_rows(mixed_TA, keep_N)
         weights = (own.out.weight, self.mlp_norm.weight, mlp.gate_up.weight, mlp.down.weight)
@@ -307,10 +366,14 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
-        self.routing_TR: Tensor | None = None  # experts to go through, of all blocks; -1: the router's own choice
+        self.routing_TR: Tensor | None = (
+            None  # experts to go through, of all blocks; -1: the router's own choice
+        )
         self.recomputes = False  # with gradients: blocks keep their inputs alone, and compute once more going back
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
+    ) -> Tensor:
         """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences.
 
         With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
@@ -319,7 +382,11 @@ class Transformer(nn.Module):
         return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 
     def forward_embedded(
-        self, x_TD: Tensor, positions_T: Tensor | None, attend: Attention, keep_N: Tensor | None = None
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor | None,
+        attend: Attention,
+        keep_N: Tensor | None = None,
     ) -> Tensor:
         """`forward` of embedded tokens. Positions may be left out where `attend` knows them."""
         delta = None
@@ -387,7 +454,9 @@ class Transformer(nn.Module):
                 parameter.normal_(0.0, self.spec.initializer_range, generator=generator)
 
 
-def build_rope_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def build_rope_table(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """cos and signed sin for every position, P x E; sin's first half is negative so that one roll rotates."""
     half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     frequencies = 1.0 / spec.rope_theta**half
@@ -401,5 +470,7 @@ def build_rope_table(spec: ModelSpec, device: torch.device, dtype: torch.dtype) 
 def scale_frequencies(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
     """Llama 3.1's: how often a frequency turns within the original context says how much it is slowed down."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
+        0, 1
+    )
     return kept * frequencies + (1 - kept) * frequencies / rope.factor

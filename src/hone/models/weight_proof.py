@@ -27,7 +27,9 @@ class Proof:
         self.score = CanaryScorer(model)
         self._fingerprints = Fingerprints(list(self.tensors.values()))
         self._numbers = {name: number for number, name in enumerate(self.tensors)}
-        words = "\n".join(f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items())
+        words = "\n".join(
+            f"{name} {tuple(one.shape)} {one.dtype}" for name, one in self.tensors.items()
+        )
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
     def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
@@ -72,7 +74,9 @@ class CanaryScorer:
     a graph: 2 ms for a model of 0.6B parameters, where launching its kernels one by one takes the host 24."""
 
     def __init__(self, model: Transformer) -> None:
-        is_whole = not hasattr(model, "reshard")  # else ranks bring its weights together for each pass
+        is_whole = not hasattr(
+            model, "reshard"
+        )  # else ranks bring its weights together for each pass
         self.model, self._captured = model, Captured()
         self._is_captured = is_whole and model.stays_on_device
 
@@ -90,10 +94,15 @@ class CanaryScorer:
     def _capture_graph(self) -> None:
         model, device, count = self.model, self.model.embed.weight.device, CANARY_LENGTH - 1
         ids = self.ids = torch.zeros(CANARY_LENGTH, dtype=torch.int64, device=device)
-        packed, ones = PackedAttention([count], device), torch.ones(count, dtype=FP32, device=device)
+        packed, ones = (
+            PackedAttention([count], device),
+            torch.ones(count, dtype=FP32, device=device),
+        )
         positions = packed.token_positions()
 
-        def forward_pass() -> Tensor:  # without `self`, or the graph would be in a circle of references
+        def forward_pass() -> (
+            Tensor
+        ):  # without `self`, or the graph would be in a circle of references
             logits = model.compute_logits(model(ids[:-1], positions, packed))
             return target_logprobs(logits, ids[1:], ones)[0]
 
@@ -101,12 +110,16 @@ class CanaryScorer:
 
 
 @torch.no_grad()
-def score_sequences(model: Transformer, sequences: list[list[int]], temperature: float) -> list[list[float]]:
+def score_sequences(
+    model: Transformer, sequences: list[list[int]], temperature: float
+) -> list[list[float]]:
     """The same of several sequences, at a temperature."""
     found: list[float] = []
     lengths = [len(ids) - 1 for ids in sequences]
     for logits, target in _iterate_logits(model, sequences):
-        logprobs, _ = target_logprobs(logits, target, torch.full_like(target, temperature, dtype=FP32))
+        logprobs, _ = target_logprobs(
+            logits, target, torch.full_like(target, temperature, dtype=FP32)
+        )
         found += logprobs.tolist()
     ends = list(itertools.accumulate(lengths))
     return [found[end - n : end] for end, n in zip(ends, lengths, strict=True)]
@@ -123,15 +136,22 @@ def find_likeliest(
         logprobs = torch.log_softmax(logits.float(), -1)
         own += logprobs.gather(1, target[:, None]).squeeze(1).tolist()
         values, found = logprobs.topk(min(number, logprobs.shape[1]))
-        others += [list(zip(*row, strict=True)) for row in zip(found.tolist(), values.tolist(), strict=True)]
+        others += [
+            list(zip(*row, strict=True))
+            for row in zip(found.tolist(), values.tolist(), strict=True)
+        ]
     return own, others
 
 
-def _iterate_logits(model: Transformer, sequences: list[list[int]]) -> Iterator[tuple[Tensor, Tensor]]:
+def _iterate_logits(
+    model: Transformer, sequences: list[list[int]]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and the tokens that come there, some rows at a time."""
     device = model.embed.weight.device
     packed = PackedAttention([len(ids) - 1 for ids in sequences], device)
     tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)
     targets = torch.tensor([i for ids in sequences for i in ids[1:]], device=device)
-    for hidden, target in zip(*(x.split(ROWS) for x in (model(tokens, packed.token_positions(), packed), targets))):
+    for hidden, target in zip(
+        *(x.split(ROWS) for x in (model(tokens, packed.token_positions(), packed), targets))
+    ):
         yield model.compute_logits(hidden), target

@@ -32,4 +32,7 @@ class Lag:
 
     def take_metrics(self) -> dict[str, float]:
         seen, self._seen = np.array(self._seen or [0.0]), []
-        return {"perf/event_loop_lag/p99": float(np.percentile(seen, 99)), "perf/event_loop_lag/max": float(seen.max())}
+        return {
+            "perf/event_loop_lag/p99": float(np.percentile(seen, 99)),
+            "perf/event_loop_lag/max": float(seen.max()),
+        }

@@ -39,7 +39,11 @@ class Line(logging.Formatter):
 class _Json(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        found = {"time": when, "level": record.levelname.lower(), "component": record.name.removeprefix("hone.")}
+        found = {
+            "time": when,
+            "level": record.levelname.lower(),
+            "component": record.name.removeprefix("hone."),
+        }
         return json.dumps(found | {"message": record.getMessage()}, ensure_ascii=False)
 
 
@@ -64,7 +68,10 @@ def component_log(name: str, directory: Path | None = None) -> logging.Logger:
         directory.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(directory / f"{name}.log")
         handler.setFormatter(Line(FORMAT, "%Y-%m-%d %H:%M:%S"))
-        for one in [logger, *([logging.getLogger("hone.environments")] if name == "orchestrator" else [])]:
+        for one in [
+            logger,
+            *([logging.getLogger("hone.environments")] if name == "orchestrator" else []),
+        ]:
             for old in one.handlers:
                 old.close()
             one.handlers = [handler]

@@ -14,7 +14,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl or rollouts.jsonl; what a run that was killed, or a full disk, left of its last line
     is no row."""
     rows = []
-    for line in path.read_text().split("\n") if path.exists() else []:  # not splitlines: text may hold U+2028
+    for line in (
+        path.read_text().split("\n") if path.exists() else []
+    ):  # not splitlines: text may hold U+2028
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))
     return rows

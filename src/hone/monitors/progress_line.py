@@ -14,13 +14,23 @@ class Live:
         self.is_on = is_on and console.is_terminal
         self._bar: Any = None
         if self.is_on:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import (
+                BarColumn,
+                MofNCompleteColumn,
+                Progress,
+                TextColumn,
+                TimeRemainingColumn,
+            )
 
             columns = (
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"), TextColumn("{task.fields[doing]}"), TextColumn("left"),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"),
+                TextColumn("{task.fields[doing]}"),
+                TextColumn("left"),
                 TimeRemainingColumn(),
-            )  # fmt: skip
+            )
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(name, total=None, said="", doing="")
 
@@ -29,7 +39,12 @@ class Live:
             self._bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         if self.is_on:
             self._bar.stop()
 

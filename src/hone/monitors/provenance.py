@@ -24,7 +24,16 @@ def made_by() -> dict[str, str]:
 def commit_of(directory: Path) -> str:
     """As `1a2b3c4d`, with `+` where files differ from it; empty where there is none, or no git."""
     try:
-        words = ["git", "-C", str(directory), "describe", "--always", "--dirty=+", "--abbrev=12", "--exclude=*"]
+        words = [
+            "git",
+            "-C",
+            str(directory),
+            "describe",
+            "--always",
+            "--dirty=+",
+            "--abbrev=12",
+            "--exclude=*",
+        ]
         done = subprocess.run(words, capture_output=True, text=True, timeout=1)
     except (OSError, subprocess.TimeoutExpired):
         return ""

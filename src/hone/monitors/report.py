@@ -26,8 +26,15 @@ from hone.monitors.trackers import Rows, spread_by_reward
 class StepReport:
     """`log` is the component's; lines of steps between those of `log_interval` go to its file alone."""
 
-    def __init__(self, log: logging.Logger, max_steps: int, log_interval: int, metrics: Metrics | None = None) -> None:
-        self.log, self.max_steps, self.log_interval, self.metrics = log, max_steps, log_interval, metrics
+    def __init__(
+        self, log: logging.Logger, max_steps: int, log_interval: int, metrics: Metrics | None = None
+    ) -> None:
+        self.log, self.max_steps, self.log_interval, self.metrics = (
+            log,
+            max_steps,
+            log_interval,
+            metrics,
+        )
 
     def console_fields(self, step: int) -> dict[str, Any]:
         """For `extra` of a line: whether this step's are printed."""

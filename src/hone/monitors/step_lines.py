@@ -52,22 +52,29 @@ def summary_line(step: int, values: dict[str, float]) -> str:
         return sum(values.get(name, 0.0) for name in names)
 
     def format_parts(prefix: str) -> str:
-        found = {key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n}
-        return ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
+        found = {
+            key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n
+        }
+        return (
+            ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
+        )
 
     waiting = value_of("time/wait_for_weights", "time/wait_for_batch")
     sections = [
         f"Step {step} in all",
-        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}, groups solved by all {value_of('batch/solve_all'):.0%}, "
+        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}, "
+        f"groups solved by all {value_of('batch/solve_all'):.0%}, "
         f"by none {value_of('batch/solve_none'):.0%}",
         f"Tokens: {value_of('tokens/trained'):.0f} trained, dropped: {format_parts('tokens/dropped/')}",
         f"Failed: {format_parts('failures/')}",
-        f"Staleness: {value_of('batch/off_policy_level/mean'):.1f}, at most {value_of('batch/off_policy_level/max'):.0f}",
+        f"Staleness: {value_of('batch/off_policy_level/mean'):.1f}, "
+        f"at most {value_of('batch/off_policy_level/max'):.0f}",
         f"Mismatch KL: {format_mismatch(values)}",
         f"Masked: {value_of('is_masked/mean'):.2%}",
         f"Entropy: {value_of('entropy/mean'):.4f}",
         f"Grad. Norm: {value_of('optim/grad_norm'):.4f}",
-        f"Seconds: {value_of('time/generate'):.2f} generating, {waiting:.2f} waiting, {value_of('time/train'):.2f} training, "
+        f"Seconds: {value_of('time/generate'):.2f} generating, {waiting:.2f} waiting, "
+        f"{value_of('time/train'):.2f} training, "
         f"{value_of('time/publish_weights', 'time/update_weights'):.2f} syncing",
     ]
     return " | ".join(sections)
@@ -79,7 +86,10 @@ def evaluation_line(version: int, values: dict[str, float]) -> str:
     for name in (key.removesuffix("/failed") for key in values if key.endswith("/failed")):
         failed = values[f"{name}/failed"]
         reward = f"{values[f'{name}/reward']:.4f}" if f"{name}/reward" in values else "none"
-        parts.append(f"{name.removeprefix('eval/')}: {reward}" + (f" ({failed:.0f} failed)" if failed else ""))
+        parts.append(
+            f"{name.removeprefix('eval/')}: {reward}"
+            + (f" ({failed:.0f} failed)" if failed else "")
+        )
     return f"Evaluation of version {version} | " + " | ".join(parts)
 
 
@@ -90,20 +100,31 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
     elif values["batch/solve_all"] == 1:
         why, cure = "every rollout was solved", "harder examples, or fewer of them"
     elif values.get("tokens/dropped/too_easy") or values.get("tokens/dropped/too_hard"):
-        why, cure = "every group was at a threshold", "other orchestrator.buffer thresholds, or other examples"
+        why, cure = (
+            "every group was at a threshold",
+            "other orchestrator.buffer thresholds, or other examples",
+        )
     elif values["is_truncated/mean"] > 0.5:
         why, cure = "most completions were cut off", "a larger orchestrator.sampling.max_tokens"
     elif values["batch/solve_none"] == 1:
-        why, cure = "no rollout was rewarded", "a longer supervised warm-up, easier examples, or partial rewards"
+        why, cure = (
+            "no rollout was rewarded",
+            "a longer supervised warm-up, easier examples, or partial rewards",
+        )
     else:
-        why, cure = "the rollouts of each group had the same reward", "more rollouts an example, or a finer reward"
+        why, cure = (
+            "the rollouts of each group had the same reward",
+            "more rollouts an example, or a finer reward",
+        )
     failed = f" ({values['progress/failed']:.0f} failed)" if values["progress/failed"] else ""
     return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"
 
 
 def whole_run_line(run: RunDirectory) -> str:
     """What came of a run of RL, and where to look at it."""
-    rewards = {row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row}
+    rewards = {
+        row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row
+    }
     look = f"look at it: hone dashboard {run.path}, hone doctor {run.path}, hone plot {run.path}"
     if not rewards:
         return look[0].upper() + look[1:]

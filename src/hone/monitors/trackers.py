@@ -20,7 +20,18 @@ from hone.config.sections import TensorBoardConfig, WandbConfig
 from hone.monitors.provenance import made_by
 
 log = logging.getLogger("hone")
-COLUMNS = ("step", "env", "prompt", "completion", "answer", "reward", "advantage", "tokens", "stop", "error")
+COLUMNS = (
+    "step",
+    "env",
+    "prompt",
+    "completion",
+    "answer",
+    "reward",
+    "advantage",
+    "tokens",
+    "stop",
+    "error",
+)
 DISTRIBUTIONS = ("reward", "advantage", "tokens")
 LONGEST = 4000  # characters of a text in a table
 Rows = list[dict[str, Any]]  # of rollouts, with COLUMNS as keys
@@ -61,7 +72,9 @@ class Trackers:
     def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
         """`rows` is asked only where a tracker takes rollouts of this step."""
         due = [
-            one for one in self._all.values() if one.samples and (step % one.interval == 0 or step in (1, max_steps))
+            one
+            for one in self._all.values()
+            if one.samples and (step % one.interval == 0 or step in (1, max_steps))
         ]
         if due:
             found = rows()
@@ -85,7 +98,9 @@ class Trackers:
                 self._given_up(name, error)
 
     def _given_up(self, name: str, error: Exception) -> None:
-        log.warning("%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error)
+        log.warning(
+            "%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error
+        )
 
 
 def spread_by_reward(rows: Rows, count: int) -> Rows:
@@ -99,7 +114,9 @@ def spread_by_reward(rows: Rows, count: int) -> Rows:
 class Wandb(Tracker):
     """Every metric over its own step: rows may come out of order, as those of an evaluation do."""
 
-    def __init__(self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool) -> None:
+    def __init__(
+        self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool
+    ) -> None:
         import wandb
 
         self.wandb, self.interval, self.samples = wandb, config.interval, config.samples
@@ -109,9 +126,15 @@ class Wandb(Tracker):
         mode: Any = "offline" if config.offline else None  # None: what WANDB_MODE says, or online
         try:
             self.run = wandb.init(
-                project=config.project, name=config.name, group=config.group, id=identity, resume="allow", mode=mode,
-                config=run_config.to_public_dict() | {"made_by": made_by()}, dir=str(directory.resolve()),
-            )  # fmt: skip
+                project=config.project,
+                name=config.name,
+                group=config.group,
+                id=identity,
+                resume="allow",
+                mode=mode,
+                config=run_config.to_public_dict() | {"made_by": made_by()},
+                dir=str(directory.resolve()),
+            )
         except wandb.errors.UsageError as error:  # no API key, for one
             raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
         self.run.define_metric("step")
@@ -121,8 +144,13 @@ class Wandb(Tracker):
         self.run.log({"step": step, **values})
 
     def log_rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
-        table = self.wandb.Table(columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample])
-        found = {f"distribution/{key}": self.wandb.Histogram([row[key] for row in rows]) for key in DISTRIBUTIONS}
+        table = self.wandb.Table(
+            columns=list(COLUMNS), data=[[row[key] for key in COLUMNS] for row in sample]
+        )
+        found = {
+            f"distribution/{key}": self.wandb.Histogram([row[key] for row in rows])
+            for key in DISTRIBUTIONS
+        }
         self.run.log({"step": step, "samples": table, **found})
 
     def close(self, well: bool) -> None:
@@ -143,15 +171,24 @@ class TensorBoard(Tracker):
             config.samples,
         )
         self.writer = EventFileWriter(str(config.dir or directory / "tensorboard"), flush_secs=5)
-        self._add_text("config", 0, _fence_text(str(run_config.to_public_dict() | {"made_by": made_by()})))
+        self._add_text(
+            "config", 0, _fence_text(str(run_config.to_public_dict() | {"made_by": made_by()}))
+        )
 
     def log_row(self, step: int, values: dict[str, float]) -> None:
-        made = [self.protos.Summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        made = [
+            self.protos.Summary.Value(tag=name, simple_value=float(value))
+            for name, value in values.items()
+        ]
         self._add_scalars(step, made)
 
     def log_rollouts(self, step: int, rows: Rows, sample: Rows) -> None:
         self._add_scalars(
-            step, [self._build_histogram(f"distribution/{key}", [row[key] for row in rows]) for key in DISTRIBUTIONS]
+            step,
+            [
+                self._build_histogram(f"distribution/{key}", [row[key] for row in rows])
+                for key in DISTRIBUTIONS
+            ],
         )
         parts = [
             f"**reward {row['reward']:.4g}**, {row['stop'] or row['error']}\n\n{_fence_text(row['prompt'])}\n\n"
@@ -164,13 +201,19 @@ class TensorBoard(Tracker):
         self.writer.close()
 
     def _add_scalars(self, step: int, values: list[Any]) -> None:
-        self.writer.add_event(self.event(wall_time=_wall_time(), step=step, summary=self.protos.Summary(value=values)))
+        self.writer.add_event(
+            self.event(wall_time=_wall_time(), step=step, summary=self.protos.Summary(value=values))
+        )
 
     def _add_text(self, tag: str, step: int, text: str) -> None:
         from tensorboard.compat.proto import tensor_pb2, types_pb2
 
-        about = self.protos.SummaryMetadata(plugin_data=self.protos.SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = tensor_pb2.TensorProto(dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")])
+        about = self.protos.SummaryMetadata(
+            plugin_data=self.protos.SummaryMetadata.PluginData(plugin_name="text")
+        )
+        tensor = tensor_pb2.TensorProto(
+            dtype=types_pb2.DT_STRING, string_val=[text.encode("utf-8", "replace")]
+        )
         self._add_scalars(step, [self.protos.Summary.Value(tag=tag, metadata=about, tensor=tensor)])
 
     def _build_histogram(self, tag: str, values: list[float]) -> Any:
@@ -179,9 +222,14 @@ class TensorBoard(Tracker):
         known = np.array([x for x in values if math.isfinite(x)] or [0.0], dtype=np.float64)
         counts, edges = np.histogram(known, bins=30)
         made = self.protos.HistogramProto(
-            min=known.min(), max=known.max(), num=len(known), sum=known.sum(), sum_squares=(known**2).sum(),
-            bucket_limit=edges[1:].tolist(), bucket=counts.astype(float).tolist(),
-        )  # fmt: skip
+            min=known.min(),
+            max=known.max(),
+            num=len(known),
+            sum=known.sum(),
+            sum_squares=(known**2).sum(),
+            bucket_limit=edges[1:].tolist(),
+            bucket=counts.astype(float).tolist(),
+        )
         return self.protos.Summary.Value(tag=tag, histo=made)
 
 
@@ -189,7 +237,9 @@ def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | N
     """Raises ValueError, naming the extra, for a tracker that is asked for and not installed: before work starts."""
     for name, config in (("wandb", wandb), ("tensorboard", tensorboard)):
         if config is not None and importlib.util.find_spec(name) is None:
-            raise ValueError(f"{name} is asked for but not installed; install the extra: pip install 'hone-rl[{name}]'")
+            raise ValueError(
+                f"{name} is asked for but not installed; install the extra: pip install 'hone-rl[{name}]'"
+            )
 
 
 def _fence_text(text: str) -> str:

@@ -28,27 +28,38 @@ def trainer_names(row: dict[str, Any]) -> dict[str, Any]:
 
 def loss_line(row: dict[str, Any]) -> str:
     shown = trainer_names(row)
-    return str({key: float(f"{shown[key]:.4g}") for key in ("loss", "learning_rate", "epoch") if key in shown})
+    return str(
+        {
+            key: float(f"{shown[key]:.4g}")
+            for key in ("loss", "learning_rate", "epoch")
+            if key in shown
+        }
+    )
 
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """Of a step without anything to learn from also why that is."""
     shown, is_idle = trainer_names(row), not row.get("batch/effective_batch_size", 1)
     names = ("reward",) if is_idle else ("reward", "entropy", "importance_ratio")
-    line = f"Step {row['step']}/{max_steps}: " + ", ".join(f"{key}={shown[key]:.4f}" for key in names if key in shown)
+    line = f"Step {row['step']}/{max_steps}: " + ", ".join(
+        f"{key}={shown[key]:.4f}" for key in names if key in shown
+    )
     return f"{line}\n{why_no_signal(row['step'], row)}" if is_idle else line
 
 
 def sample_block(step: int, rollout: dict[str, Any]) -> str:
     """`rollout`: a line of rollouts.jsonl. Control characters of what was written are shown as escapes."""
-    asked = [message for message in rollout["prompt"] if message["role"] != "system"] or rollout["prompt"]
+    asked = [message for message in rollout["prompt"] if message["role"] != "system"] or rollout[
+        "prompt"
+    ]
     said = "\n".join(_message_text(message) for message in rollout["completion"])
     return "\n".join(
         [
             f"=== Step {step} Sample ===",
             f"Prompt: {printable(_message_text(asked[-1]) if asked else '')}",
             f"Completion: {printable(said)}",
-            f"Reward: {rollout['reward']:.4g}" + (f" ({printable(rollout['error'])})" if rollout.get("error") else ""),
+            f"Reward: {rollout['reward']:.4g}"
+            + (f" ({printable(rollout['error'])})" if rollout.get("error") else ""),
         ]
     )
 

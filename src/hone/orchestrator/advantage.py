@@ -50,7 +50,9 @@ def rloo(group: Scored) -> Array:
 def length_corrected(group: Scored) -> Array:
     """Reward minus the mean over the group's tokens: the baseline of least variance where every token counts the same
     (OPO, Hao et al. 2025)."""
-    advantage: Array = group.rewards - (group.rewards * group.lengths).sum() / max(group.lengths.sum(), 1.0)
+    advantage: Array = group.rewards - (group.rewards * group.lengths).sum() / max(
+        group.lengths.sum(), 1.0
+    )
     return advantage
 
 
@@ -60,7 +62,9 @@ def max_rl(group: Scored) -> Array:
     return mean(group) / whole if whole > 0 else np.zeros_like(group.rewards)
 
 
-ADVANTAGES: dict[str, Advantage] = {f.__name__: f for f in (mean, std, rloo, length_corrected, max_rl)}
+ADVANTAGES: dict[str, Advantage] = {
+    f.__name__: f for f in (mean, std, rloo, length_corrected, max_rl)
+}
 
 
 def make_advantage(settings: GroupConfig) -> Advantage:

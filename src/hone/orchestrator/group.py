@@ -42,7 +42,9 @@ class Group:
         return min(map(min, filter(None, found)), default=default)
 
 
-def judge_group(group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig) -> None:
+def judge_group(
+    group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig
+) -> None:
     """Gives a group its advantages and samples, or says why there is nothing to train on. Raises ValueError."""
     rollouts = group.rollouts
     for rollout in rollouts:
@@ -56,11 +58,19 @@ def judge_group(group: Group, advantage: Advantage, settings: GroupConfig, buffe
     if not group.reward_list:
         group.unused = "failed"
         return
-    counted = [i for i, r in enumerate(rollouts) if not r.error or (settings.failed == "zero" and not r.turns)]
+    counted = [
+        i
+        for i, r in enumerate(rollouts)
+        if not r.error or (settings.failed == "zero" and not r.turns)
+    ]
     rewards = np.array([0.0 if rollouts[i].error else rollouts[i].reward for i in counted])
     lengths = np.array([tokens_of(rollouts[i]) for i in counted], dtype=np.float64)
-    rewards = penalize_overlong(rewards, lengths, settings.sampling.max_tokens, settings.overlong_share)
-    advantages = np.asarray(advantage(Scored(rewards, lengths, [rollouts[i] for i in counted])), dtype=np.float64)
+    rewards = penalize_overlong(
+        rewards, lengths, settings.sampling.max_tokens, settings.overlong_share
+    )
+    advantages = np.asarray(
+        advantage(Scored(rewards, lengths, [rollouts[i] for i in counted])), dtype=np.float64
+    )
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
         raise ValueError(
             f"orchestrator.advantage {settings.advantage}: gave {advantages.tolist()} for {len(rewards)} rollouts; it "
@@ -82,13 +92,17 @@ def judge_group(group: Group, advantage: Advantage, settings: GroupConfig, buffe
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
 
 
-def _join_routing(known: NDArray[np.int16] | None, completion: Completion, count: int) -> NDArray[np.int16]:
+def _join_routing(
+    known: NDArray[np.int16] | None, completion: Completion, count: int
+) -> NDArray[np.int16]:
     """Of the tokens so far as they were sampled, of the others from this turn's completion."""
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
 
 
-def _find_unused_reason(group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool) -> str:
+def _find_unused_reason(
+    group: Group, settings: GroupConfig, buffer: BufferConfig, signal: bool
+) -> str:
     if buffer.online_difficulty_filtering:
         mean = float(np.mean(group.reward_list))
         if mean >= (1.0 if buffer.easy_threshold is None else buffer.easy_threshold):
@@ -117,17 +131,25 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
         own = sequences[-1]
         between = prompt[len(own.ids) :]
         if completion.routing:
-            own.routing = _join_routing(own.routing, completion, len(prompt) + len(completion.ids) - 1)
+            own.routing = _join_routing(
+                own.routing, completion, len(prompt) + len(completion.ids) - 1
+            )
         own.ids += between + completion.ids
         own.mask += [False] * len(between) + [True] * len(completion.ids)
         own.logprobs += [0.0] * len(between) + completion.logprobs
     return [
         Sample(
-            np.fromiter(s.ids, np.int64, len(s.ids)), np.fromiter(s.mask, np.bool_, len(s.ids)),
-            np.fromiter(s.logprobs, np.float64, len(s.ids)), advantage, temperature, env=env, routing=s.routing,
+            np.fromiter(s.ids, np.int64, len(s.ids)),
+            np.fromiter(s.mask, np.bool_, len(s.ids)),
+            np.fromiter(s.logprobs, np.float64, len(s.ids)),
+            advantage,
+            temperature,
+            env=env,
+            routing=s.routing,
         )
-        for s in sequences if any(s.mask)
-    ]  # fmt: skip
+        for s in sequences
+        if any(s.mask)
+    ]
 
 
 @dataclass

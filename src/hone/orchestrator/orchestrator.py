@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ class Orchestrator:
         self.examples = {name: env.get_dataset() for name, env in environments.items()}
         if config.max_prompt_tokens is not None and count_tokens is not None:
             self.examples = {
-                name: short_enough(name, environments[name], examples, config.max_prompt_tokens, count_tokens)
+                name: short_enough(
+                    name, environments[name], examples, config.max_prompt_tokens, count_tokens
+                )
                 for name, examples in self.examples.items()
             }
         self.count = sum(map(len, self.examples.values()))
@@ -88,16 +91,23 @@ class Orchestrator:
             if one.sampling.to_sampling(0).is_filtered:
                 log.warning(
                     "%s: the sampling keys beside temperature and max_tokens change what is drawn, not the logprobs "
-                    "that are trained on; the importance ratio leaves that out", name,
-                )  # fmt: skip
-        self.advantages = {name: make_advantage(settings) for name, settings in self.settings.items()}
+                    "that are trained on; the importance ratio leaves that out",
+                    name,
+                )
+        self.advantages = {
+            name: make_advantage(settings) for name, settings in self.settings.items()
+        }
         self.largest = max(settings.rollouts_per_example for settings in self.settings.values())
         # Group numbers and rollout seeds have the same meaning in a resumed run only if these values are equal.
         self._kind = {
             "seed": seed,
             "batch_size / rollouts_per_example": config.prompts_per_step,
-            "rollouts_per_example of environments": {k: one.rollouts_per_example for k, one in self.settings.items()},
-            "examples of environments": {name: len(examples) for name, examples in self.examples.items()},
+            "rollouts_per_example of environments": {
+                k: one.rollouts_per_example for k, one in self.settings.items()
+            },
+            "examples of environments": {
+                name: len(examples) for name, examples in self.examples.items()
+            },
         }
         self.replay = Replay(config.buffer.replay)
         self.schedule = self._build_schedule(None)
@@ -107,30 +117,43 @@ class Orchestrator:
         self.ready: dict[int, Group] = {}
         self.without_signal: list[Group] = []  # that were replaced, since the last step
         self.stale = 0
-        self.heard: Callable[[int, int], None] = lambda done, total: None  # told of groups that are ready for a step
+        self.heard: Callable[[int, int], None] = lambda done, total: (
+            None
+        )  # told of groups that are ready for a step
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
-    def go_on(self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None) -> None:
+    def go_on(
+        self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None
+    ) -> None:
         """Continues at step `first`, with the `progress` that the step before saved, if any. `rollouts`: the directory
         that has the rollouts of earlier steps, for replay."""
         before = (progress or {}).get("of", self._kind)
         for key, now in self._kind.items():
             if before.get(key) != now:
-                raise ValueError(f"--resume: {key} differs from the run's: it had {before.get(key)}, found {now}")
+                raise ValueError(
+                    f"--resume: {key} differs from the run's: it had {before.get(key)}, found {now}"
+                )
         self.step, self.schedule = first, self._build_schedule(progress)
         if progress is None:
             for _ in range((first - 1) * self.config.prompts_per_step):
                 self.schedule.next_task()
         temperatures = {name: one.sampling.temperature for name, one in self.settings.items()}
         for step, number, uses in (progress or {}).get("replay", []):
-            group = read_group(rollouts / f"step_{step}", number, temperatures) if rollouts else None
+            group = (
+                read_group(rollouts / f"step_{step}", number, temperatures) if rollouts else None
+            )
             if group is not None:
                 self.replay.put_back(step, group, uses)
 
     def _build_schedule(self, progress: dict[str, Any] | None) -> Schedule:
-        config, sizes = self.config, {name: len(examples) for name, examples in self.examples.items()}
-        return Schedule(sizes, self.seed, config.prompts_per_step, config.mixing_ratios, config.buffer, progress)
+        config, sizes = (
+            self.config,
+            {name: len(examples) for name, examples in self.examples.items()},
+        )
+        return Schedule(
+            sizes, self.seed, config.prompts_per_step, config.mixing_ratios, config.buffer, progress
+        )
 
     def on_adopted(self, version: int) -> None:
         if self.version < 0:
@@ -138,7 +161,9 @@ class Orchestrator:
         self.version = version
         self._start_groups()
 
-    async def collect_step(self, step: int, last_step: float = math.inf, since: float | None = None) -> Collected:
+    async def collect_step(
+        self, step: int, last_step: float = math.inf, since: float | None = None
+    ) -> Collected:
         """The rollouts of a step, which have been sampled since that moment (of `time.perf_counter`), or from now on.
         Raises ValueError when every one of them failed."""
         start = time.perf_counter() if since is None else since
@@ -162,7 +187,9 @@ class Orchestrator:
             if group.reward_list:
                 self.schedule.record_score(group.task, float(np.mean(group.reward_list)))
         used = [group for group in groups if not group.unused]
-        again = self.replay.take_groups(len(groups) - len(used), step - 1 - self.config.max_off_policy_steps)
+        again = self.replay.take_groups(
+            len(groups) - len(used), step - 1 - self.config.max_off_policy_steps
+        )
         self.replay.add_groups(step, used)
         self.step = step + 1
         self._start_groups()
@@ -178,14 +205,21 @@ class Orchestrator:
 
         def measure_step() -> dict[str, float]:
             found = metrics_of(groups, replaced, again, step, list(self.environments)) | now
-            found["perf/generate_throughput"] = found["completion_len/total"] / found["time/generate"]
+            found["perf/generate_throughput"] = (
+                found["completion_len/total"] / found["time/generate"]
+            )
             return found
 
-        return Collected(Batch(step, samples), [*groups, *replaced], measure_step, self.progress_state())
+        return Collected(
+            Batch(step, samples), [*groups, *replaced], measure_step, self.progress_state()
+        )
 
     def progress_state(self) -> dict[str, Any]:
         """What a run that goes on after the step before needs to know."""
-        begun = [*(group.task for group in self.ready.values()), *(one.task for one in self.under_way.values())]
+        begun = [
+            *(group.task for group in self.ready.values()),
+            *(one.task for one in self.under_way.values()),
+        ]
         return {
             "step": self.step - 1,
             "of": self._kind,
@@ -224,7 +258,7 @@ class Orchestrator:
             task = self.schedule.next_task()
             work = asyncio.get_running_loop().create_task(self._run_group(task))
             self.under_way[task.number] = _UnderWay(task, work, self.version)
-            work.add_done_callback(lambda work, number=task.number: self._on_group_done(number, work))  # type: ignore[misc]
+            work.add_done_callback(partial(self._on_group_done, task.number))
 
     def _on_group_done(self, number: int, work: asyncio.Task[Group]) -> None:
         begun = self.under_way.get(number)
@@ -242,7 +276,11 @@ class Orchestrator:
         group = work.result()
         group.version = group.oldest_version(begun.version)
         room = REFILLS * self.config.prompts_per_step
-        if self.settings[group.task.env].refill and group.unused and len(self.without_signal) < room:
+        if (
+            self.settings[group.task.env].refill
+            and group.unused
+            and len(self.without_signal) < room
+        ):
             self.without_signal.append(group)
         else:
             self.ready[number] = group
@@ -265,8 +303,12 @@ class Orchestrator:
         settings, failures = self.settings[task.env], Counter[str]()
         first = (self.seed << 40) + task.number * self.largest
         seeds = range(first, first + settings.rollouts_per_example)
-        rollouts = await asyncio.gather(*(self._run_rollout(task, seed, failures) for seed in seeds))
-        await score_group_or_fail(self.environments[task.env], rollouts, self.config.rollout_timeout)
+        rollouts = await asyncio.gather(
+            *(self._run_rollout(task, seed, failures) for seed in seeds)
+        )
+        await score_group_or_fail(
+            self.environments[task.env], rollouts, self.config.rollout_timeout
+        )
         group = Group(task, rollouts, failures)
         judge_group(group, self.advantages[task.env], settings, self.config.buffer)
         if self.teacher is not None and settings.teacher_logprobs and group.samples:
@@ -282,7 +324,13 @@ class Orchestrator:
             client = self.teacher.writer_of_version(self.version)
         limits = (self.config.rollout_timeout, self.config.rollout_retries)
         return await attempt(
-            self.environments[task.env], client, example, sampling, *limits, failures, needs_tokens=True
+            self.environments[task.env],
+            client,
+            example,
+            sampling,
+            *limits,
+            failures,
+            needs_tokens=True,
         )
 
 
@@ -293,13 +341,27 @@ def first_prompt(environment: Environment, example: Example) -> Prompt:
 
 
 def short_enough(
-    name: str, environment: Environment, examples: list[Example], most: int, count_tokens: Callable[[Prompt], int]
+    name: str,
+    environment: Environment,
+    examples: list[Example],
+    most: int,
+    count_tokens: Callable[[Prompt], int],
 ) -> list[Example]:
     """Return the examples whose first prompt has at most so many tokens. Raises ValueError where none has."""
-    kept = [example for example in examples if count_tokens(first_prompt(environment, example)) <= most]
+    kept = [
+        example for example in examples if count_tokens(first_prompt(environment, example)) <= most
+    ]
     if examples and not kept:
-        raise ValueError(f"{name}: every prompt has more than orchestrator.max_prompt_tokens {most} tokens")
+        raise ValueError(
+            f"{name}: every prompt has more than orchestrator.max_prompt_tokens {most} tokens"
+        )
     if len(kept) < len(examples):
         left = len(examples) - len(kept)
-        log.info("%s: %d of %d examples have prompts of over %d tokens: left out", name, left, len(examples), most)
+        log.info(
+            "%s: %d of %d examples have prompts of over %d tokens: left out",
+            name,
+            left,
+            len(examples),
+            most,
+        )
     return kept

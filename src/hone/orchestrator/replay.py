@@ -28,7 +28,9 @@ class Replay:
 
     def take_groups(self, count: int, oldest: int) -> list[Group]:
         """Up to so many groups, the newest first, whose tokens are of version `oldest` or later."""
-        self._kept = [one for one in self._kept if one.uses < self.times and one.group.version >= oldest]
+        self._kept = [
+            one for one in self._kept if one.uses < self.times and one.group.version >= oldest
+        ]
         taken = sorted(self._kept, key=lambda one: -one.step)[:count]  # stable: of a step the first
         for one in taken:
             one.uses += 1

@@ -17,19 +17,28 @@ from hone.run_directory import appearing_directory
 FILE = "rollouts.jsonl"
 
 
-def write_rollouts(groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None) -> None:
+def write_rollouts(
+    groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None
+) -> None:
     """The directory appears whole, with what `write_more` puts into it."""
     with appearing_directory(directory) as partial:
         with (partial / FILE).open("wb") as file:
             for group in groups:
-                for i in range(len(group.rollouts)):  # a seventh of the time that Python's own json takes
+                for i in range(
+                    len(group.rollouts)
+                ):  # a seventh of the time that Python's own json takes
                     file.write(to_json(_build_row(group, i), inf_nan_mode="constants") + b"\n")
         if write_more:
             write_more(partial)
 
 
 def _build_row(group: Group, i: int) -> dict[str, object]:
-    judged = {"group": group.task.number, "member": i, "advantage": group.advantages[i], "is_used": group.learnt[i]}
+    judged = {
+        "group": group.task.number,
+        "member": i,
+        "advantage": group.advantages[i],
+        "is_used": group.learnt[i],
+    }
     return row_of(group.rollouts[i], group.task.env) | judged | {"unused": group.unused}
 
 
@@ -37,27 +46,43 @@ def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
     """The rollouts as trackers take them (`monitors/trackers.py`): what people read, and numbers for histograms."""
     return [
         {
-            "step": step, "env": group.task.env, "prompt": join_texts(rollout.example.prompt[-1:]),
-            "completion": join_texts(rollout.messages), "answer": str(rollout.example.answer),
-            "reward": float(rollout.reward), "advantage": group.advantages[i], "tokens": tokens_of(rollout),
-            "stop": rollout.stop, "error": rollout.error or "",
+            "step": step,
+            "env": group.task.env,
+            "prompt": join_texts(rollout.example.prompt[-1:]),
+            "completion": join_texts(rollout.messages),
+            "answer": str(rollout.example.answer),
+            "reward": float(rollout.reward),
+            "advantage": group.advantages[i],
+            "tokens": tokens_of(rollout),
+            "stop": rollout.stop,
+            "error": rollout.error or "",
         }
-        for group in groups for i, rollout in enumerate(group.rollouts)
-    ]  # fmt: skip
+        for group in groups
+        for i, rollout in enumerate(group.rollouts)
+    ]
 
 
 def join_texts(messages: list[Message]) -> str:
     """The texts of messages, with the tools that they call."""
     calls = [
-        json.dumps([call.get("function") for call in m["tool_calls"]]) if m.get("tool_calls") else "" for m in messages
+        json.dumps([call.get("function") for call in m["tool_calls"]])
+        if m.get("tool_calls")
+        else ""
+        for m in messages
     ]
-    return "\n".join(f"{m.get('content') or ''}{call}" for m, call in zip(messages, calls, strict=True))
+    return "\n".join(
+        f"{m.get('content') or ''}{call}" for m, call in zip(messages, calls, strict=True)
+    )
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:
     """What a group that was written there is trained on, at its environment's temperature; None where it is not."""
     lines = (directory / FILE).read_text().split("\n") if (directory / FILE).exists() else []
-    rows = [row for row in map(json.loads, filter(None, lines)) if row["group"] == number and row["is_used"]]
+    rows = [
+        row
+        for row in map(json.loads, filter(None, lines))
+        if row["group"] == number and row["is_used"]
+    ]
     if not rows:
         return None
     group = Group(Task(number, rows[0]["env"], -1), [rollout_of(row) for row in rows])

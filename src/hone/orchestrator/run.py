@@ -41,30 +41,44 @@ from hone.transport.deadlines import Pulse, Wait, Watch
 def main(config: OrchestratorRunConfig) -> None:
     trackers.check_trackers(config.wandb, config.tensorboard)
     environments = load_environments(config.env, config.model.template_arguments)
-    held_out = load_environments(config.eval.env, config.model.template_arguments) if config.eval else {}
+    held_out = (
+        load_environments(config.eval.env, config.model.template_arguments) if config.eval else {}
+    )
     run = RunDirectory(config.output_dir, "rl", config.layout)
     asyncio.run(run_orchestrator(config, run, environments, held_out))
 
 
 async def run_orchestrator(
-    config: OrchestratorRunConfig, run: RunDirectory, environments: dict[str, Environment],
+    config: OrchestratorRunConfig,
+    run: RunDirectory,
+    environments: dict[str, Environment],
     held_out: dict[str, Environment],
-) -> None:  # fmt: skip
+) -> None:
     log = logging.getLogger("hone.orchestrator")
     limit = {"max_total_tokens": config.seq_len}
     asked = limit | ({"return_routing": True} if config.return_routing else {})
-    clients = connect_clients(config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout)
+    clients = connect_clients(
+        config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout
+    )
     weights = Weights(run, config, clients, log)
     fleet = weights.fleet
-    teacher = Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
+    teacher = (
+        Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
+    )
     counts = token_counter(config.model) if config.max_prompt_tokens else None
-    orchestrator = Orchestrator(config, environments, fleet, config.seed, config.max_async_level, teacher, counts)
+    orchestrator = Orchestrator(
+        config, environments, fleet, config.seed, config.max_async_level, teacher, counts
+    )
     if teacher is not None:
         await teacher.check_servers()
     await wait_for_servers(config, clients, log)
     version = await weights.join_trainer()
     if version is None:
-        log.info("The run in %s is over, after step %d: nothing is left to sample", run.path, run.ended_at())
+        log.info(
+            "The run in %s is over, after step %d: nothing is left to sample",
+            run.path,
+            run.ended_at(),
+        )
         await close_all(orchestrator, held_out, fleet)
         return
     # What an orchestrator before this one has published of the run is not sampled again.
@@ -74,8 +88,12 @@ async def run_orchestrator(
     run.write_config(to_toml(config), "orchestrator")
     log.info(
         "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
-        first, config.max_steps, orchestrator.count, ", ".join(environments), ", ".join(config.client.base_url),
-    )  # fmt: skip
+        first,
+        config.max_steps,
+        orchestrator.count,
+        ", ".join(environments),
+        ", ".join(config.client.base_url),
+    )
     with (
         Metrics(run.metrics, config) as metrics,
         Pulse(run.pulse_file("orchestrator")),
@@ -88,7 +106,9 @@ async def run_orchestrator(
 
         async def evaluate_version(version: int) -> None:
             if config.eval is not None and weights.is_evaluated(version):
-                values = await evaluate_environments(config.eval, held_out, fleet.urgent, config.seed)
+                values = await evaluate_environments(
+                    config.eval, held_out, fleet.urgent, config.seed
+                )
                 report.write_row(version, values)
                 report.report_evaluation(version, values)
 
@@ -113,7 +133,9 @@ async def run_orchestrator(
         if teacher is not None:
             watching.append(asyncio.create_task(teacher.fleet.watch_servers()))
         try:
-            await asyncio.wait({working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED
+            )
             for ended in (*watching, fleet.ended):
                 if ended.done():
                     await ended  # raises what ended it
@@ -126,7 +148,9 @@ async def run_orchestrator(
             await close_all(orchestrator, held_out, fleet)
 
 
-async def close_all(orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet) -> None:
+async def close_all(
+    orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet
+) -> None:
     await orchestrator.close()
     for environment in held_out.values():
         await environment.close()
@@ -134,9 +158,14 @@ async def close_all(orchestrator: Orchestrator, held_out: dict[str, Environment]
 
 
 async def run_steps(
-    config: OrchestratorRunConfig, run: RunDirectory, orchestrator: Orchestrator, weights: "Weights", rows: "Rows",
-    lag: Lag, first: int,
-) -> None:  # fmt: skip
+    config: OrchestratorRunConfig,
+    run: RunDirectory,
+    orchestrator: Orchestrator,
+    weights: "Weights",
+    rows: "Rows",
+    lag: Lag,
+    first: int,
+) -> None:
     for step in range(first, config.max_steps + 1):
         start = time.perf_counter()
         await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
@@ -145,7 +174,9 @@ async def run_steps(
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
         values = {**collected.measure(), **times, **lag.take_metrics()}
         rows.report.report_rollouts(step, values)
-        rows.report.report_samples(step, partial(tracker_rows, step, collected.groups), config.log_samples)
+        rows.report.report_samples(
+            step, partial(tracker_rows, step, collected.groups), config.log_samples
+        )
         await weights.proven.wait()
         await asyncio.to_thread(publish_step, collected, values, run)
     await weights.at_least(config.max_steps)
@@ -165,10 +196,14 @@ def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
     """What the step before the first one left behind: beside its rollouts, or in its checkpoint."""
     name = f"step_{first - 1}"
-    return read_progress(run.rollouts / name) or read_progress(run.checkpoints / name / "orchestrator")
+    return read_progress(run.rollouts / name) or read_progress(
+        run.checkpoints / name / "orchestrator"
+    )
 
 
-async def wait_for_servers(config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger) -> None:
+async def wait_for_servers(
+    config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
+) -> None:
     for client in clients:
         hint = f"start one with: inference --model.name {config.model.name}"
         wait = Wait(f"a server at {client.base_url}", config.client.ready_timeout, log, hint)

@@ -47,18 +47,29 @@ class Schedule:
         progress: dict[str, Any] | None = None,
     ) -> None:
         """`sizes`: examples of each environment; `progress`: what `progress` gave, where the run goes on."""
-        self.seed, self.groups_in_a_step, self.buffer = seed, groups_in_a_step, buffer or BufferConfig()
+        self.seed, self.groups_in_a_step, self.buffer = (
+            seed,
+            groups_in_a_step,
+            buffer or BufferConfig(),
+        )
         of_each = {env: [(env, i) for i in range(size)] for env, size in sizes.items()}
         if ratios:
             self.streams = [Stream(examples, ratios[env]) for env, examples in of_each.items()]
         else:
-            self.streams = [Stream([x for examples in of_each.values() for x in examples], [(1, 1.0)])]
+            self.streams = [
+                Stream([x for examples in of_each.values() for x in examples], [(1, 1.0)])
+            ]
         self.next = 0
         self.again: list[Task] = []  # a heap
         self.means: dict[str, dict[int, float]] = {env: {} for env in sizes}
         if progress:
-            self.next, self.again = progress["next"], sorted(Task(*task) for task in progress["untrained"])
-            for stream, (epoch, position, credit) in zip(self.streams, progress["streams"], strict=True):
+            self.next, self.again = (
+                progress["next"],
+                sorted(Task(*task) for task in progress["untrained"]),
+            )
+            for stream, (epoch, position, credit) in zip(
+                self.streams, progress["streams"], strict=True
+            ):
                 stream.epoch, stream.position, stream.credit = epoch, position, credit
             for env, means in progress.get("means", {}).items():
                 self.means[env] = {int(example): mean for example, mean in means.items()}
@@ -87,17 +98,29 @@ class Schedule:
             return "normal"
         if buffer.easy_threshold is not None and mean >= buffer.easy_threshold:
             return "easy"
-        return "hard" if buffer.hard_threshold is not None and mean <= buffer.hard_threshold else "normal"
+        return (
+            "hard"
+            if buffer.hard_threshold is not None and mean <= buffer.hard_threshold
+            else "normal"
+        )
 
     def pool_shares(self) -> dict[str, float]:
         """The share of each pool in the examples that are known; empty where none is."""
-        count = Counter(self.pool_of(env, example) for env, means in self.means.items() for example in means)
-        return {name: count[name] / count.total() for name in ("easy", "normal", "hard")} if count else {}
+        count = Counter(
+            self.pool_of(env, example) for env, means in self.means.items() for example in means
+        )
+        return (
+            {name: count[name] / count.total() for name in ("easy", "normal", "hard")}
+            if count
+            else {}
+        )
 
     @property
     def epoch(self) -> float:
         """How often the data was gone through."""
-        passed = sum(stream.epoch * len(stream.examples) + stream.position for stream in self.streams)
+        passed = sum(
+            stream.epoch * len(stream.examples) + stream.position for stream in self.streams
+        )
         return passed / sum(len(stream.examples) for stream in self.streams)
 
     def progress_state(self, begun: list[Task]) -> dict[str, Any]:
@@ -130,7 +153,10 @@ class Schedule:
             if pool == "normal":
                 return found
             fraction = self.buffer.easy_fraction if pool == "easy" else self.buffer.hard_fraction
-            if random.Random(f"{self.seed} {stream.epoch} {stream.position} {found}").random() < fraction:
+            if (
+                random.Random(f"{self.seed} {stream.epoch} {stream.position} {found}").random()
+                < fraction
+            ):
                 return found
         return self._advance_stream(stream)
 

@@ -12,16 +12,24 @@ FAILURES = ("reward", "raised", "refused", "timeout", "not_finite", "empty")
 
 
 def metrics_of(
-    taken: list[Group], replaced: list[Group], again: list[Group], step: int, environments: list[str]
+    taken: list[Group],
+    replaced: list[Group],
+    again: list[Group],
+    step: int,
+    environments: list[str],
 ) -> dict[str, float]:
     """`taken`: groups of the step; `replaced`: those sampled for it and not used; `again`: those of earlier steps."""
     groups = [*taken, *replaced]
     rollouts = [r for g in groups for r in g.rollouts if not r.error]
     used = [g for g in groups if not g.unused] + again
-    dropped, failures = (sum(counts, Counter[str]()) for counts in zip(*((g.dropped, g.failures) for g in groups)))
+    dropped, failures = (
+        sum(counts, Counter[str]()) for counts in zip(*((g.dropped, g.failures) for g in groups))
+    )
     prompt = [len(r.turns[0].prompt_ids) for r in rollouts]
     completion = [tokens_of(r) for r in rollouts]
-    whole = [len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts]  # with earlier turns
+    whole = [
+        len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts
+    ]  # with earlier turns
     lags = [step - 1 - g.version for g in [*groups, *again]]
     values: dict[str, float] = {
         "progress/step": step,
@@ -30,7 +38,9 @@ def metrics_of(
         "progress/failed": sum(len(g.rollouts) for g in groups) - len(rollouts),
         **{f"failures/{cause}": failures[cause] for cause in FAILURES},
         **summarize_values("reward", np.array([r.reward for r in rollouts])),
-        "batch/solve_none": float(np.mean([max(g.reward_list, default=0.0) <= 0.0 for g in groups])),
+        "batch/solve_none": float(
+            np.mean([max(g.reward_list, default=0.0) <= 0.0 for g in groups])
+        ),
         "batch/solve_all": float(np.mean([min(g.reward_list, default=0.0) >= 1.0 for g in groups])),
         "batch/without_signal": float(np.mean([bool(g.unused) for g in groups])),
         "batch/effective_batch_size": sum(len(g.samples) for g in used),
@@ -44,8 +54,13 @@ def metrics_of(
         **summarize_values("completion_len", completion),
         "completion_len/total": sum(completion),
         **summarize_values("seq_len", whole),
-        "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts])) if rollouts else 0.0,
-        **{f"time/rollout/{part}": _mean_or_zero([r.timings.get(part, 0.0) for r in rollouts]) for part in PARTS},
+        "is_truncated/mean": float(np.mean([r.is_truncated for r in rollouts]))
+        if rollouts
+        else 0.0,
+        **{
+            f"time/rollout/{part}": _mean_or_zero([r.timings.get(part, 0.0) for r in rollouts])
+            for part in PARTS
+        },
     }
     for env in environments:
         of_env = [r for g in groups if g.task.env == env for r in g.rollouts if not r.error]

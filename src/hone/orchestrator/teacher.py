@@ -17,7 +17,9 @@ from hone.records import Prompt, Sample, Sampling, Turn
 
 
 class Teacher:
-    def __init__(self, config: TeacherConfig, timeout: float, extra_body: dict[str, Any], log: logging.Logger) -> None:
+    def __init__(
+        self, config: TeacherConfig, timeout: float, extra_body: dict[str, Any], log: logging.Logger
+    ) -> None:
         self.clients = connect_clients(config, config.model, timeout=timeout, extra_body=extra_body)
         self.fleet = Fleet(self.clients, _as_it_is, config.ready_timeout, log)
         self._turns = itertools.cycle(self.clients)
@@ -33,7 +35,10 @@ class Teacher:
 
     async def score_samples(self, samples: list[Sample]) -> None:
         """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
-        body = {"ids": [sample.ids.tolist() for sample in samples], "temperature": samples[0].temperature}
+        body = {
+            "ids": [sample.ids.tolist() for sample in samples],
+            "temperature": samples[0].temperature,
+        }
         answer = await self._call_control("score", body)
         for sample, logprobs in zip(samples, answer["logprobs"], strict=True):
             sample.teacher_logprobs = np.array([0.0, *logprobs])

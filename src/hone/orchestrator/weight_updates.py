@@ -23,9 +23,14 @@ from hone.run_directory import RunDirectory, Steps
 from hone.transport.deadlines import POLL, PulseOf, Wait
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 
-PATIENCE = 20.0  # seconds that a run may seem to be over before another trainer claims its directory
+PATIENCE = (
+    20.0  # seconds that a run may seem to be over before another trainer claims its directory
+)
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
-OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}  # … of a server that rounds its logits where Hone does not
+OTHER_KERNELS = {
+    "float32": 1e-3,
+    "bfloat16": 0.5,
+}  # … of a server that rounds its logits where Hone does not
 MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
 
 
@@ -48,16 +53,30 @@ class Weights:
     """The versions that the trainer publishes, and the newest that every server has taken and proven."""
 
     def __init__(
-        self, run: RunDirectory, config: OrchestratorRunConfig, clients: list[HttpClient], log: logging.Logger
+        self,
+        run: RunDirectory,
+        config: OrchestratorRunConfig,
+        clients: list[HttpClient],
+        log: logging.Logger,
     ) -> None:
         self.run, self.config, self.log = run, config, log
-        self.published = Steps(run.broadcasts.resolve())  # by the real path, which servers are given
-        self.fleet = Fleet(clients, self.revive_server, config.client.ready_timeout, log, config.max_async_level > 0)
+        self.published = Steps(
+            run.broadcasts.resolve()
+        )  # by the real path, which servers are given
+        self.fleet = Fleet(
+            clients,
+            self.revive_server,
+            config.client.ready_timeout,
+            log,
+            config.max_async_level > 0,
+        )
         self.trainer = PulseOf(run.pulse_file("trainer"))
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
-        self.scored: dict[str, tuple[Delivery, list[float]]] = {}  # by address of a server, the last it took
+        self.scored: dict[
+            str, tuple[Delivery, list[float]]
+        ] = {}  # by address of a server, the last it took
         self.taken: dict[Server, Taken] = {}  # of the newest version
         self.proven = asyncio.Event()  # that every server has it
 
@@ -65,7 +84,9 @@ class Weights:
         """The version that the run of the living trainer starts from; every server has it then. None where no trainer
         comes, since the run is over."""
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
-        wait = Wait(f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint)
+        wait = Wait(
+            f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint
+        )
         while True:
             versions = self.published.list_numbers() if self.trainer.is_beating() else []
             delivery = read_delivery(self.published.path_of(versions[-1])) if versions else None
@@ -75,13 +96,18 @@ class Weights:
                 await self._adopt_delivery(delivery)
                 await self._prove_delivery(delivery)
                 return delivery.version
-            if time.monotonic() - wait.start > PATIENCE and self.run.ended_at() >= self.config.max_steps:
+            if (
+                time.monotonic() - wait.start > PATIENCE
+                and self.run.ended_at() >= self.config.max_steps
+            ):
                 return None
             wait.is_check_due()
             await asyncio.sleep(0.05)
 
     def is_evaluated(self, version: int) -> bool:
-        return self.config.eval is not None and self.config.eval.is_due(version, self.config.max_steps)
+        return self.config.eval is not None and self.config.eval.is_due(
+            version, self.config.max_steps
+        )
 
     async def watch_deliveries(
         self, rows: Rows, adopted: Callable[[int], None], evaluate: Callable[[int], Awaitable[None]]
@@ -99,11 +125,18 @@ class Weights:
                             values = values | await self._prove_delivery(newest)
                     finally:
                         rows.write_trained(newest.version, values)
-                    if self.version < newest.version:  # superseded: the next is there, or about to be
+                    if (
+                        self.version < newest.version
+                    ):  # superseded: the next is there, or about to be
                         if self.is_evaluated(newest.version):
-                            self.log.warning("Version %d is not evaluated: the next one came first", newest.version)
+                            self.log.warning(
+                                "Version %d is not evaluated: the next one came first",
+                                newest.version,
+                            )
                         continue
-                    await evaluate(self.version)  # the next is taken after that: results are of one version
+                    await evaluate(
+                        self.version
+                    )  # the next is taken after that: results are of one version
             await asyncio.sleep(POLL)
 
     async def at_least(self, version: int) -> None:
@@ -112,7 +145,9 @@ class Weights:
         wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
         while self.version < version:
             if self.seen < version and self.trainer.is_dead():
-                raise ConnectionError(f"waiting for {what}: the trainer of this run has gone silent")
+                raise ConnectionError(
+                    f"waiting for {what}: the trainer of this run has gone silent"
+                )
             if wait.is_check_due():
                 self.run.require_own()
             await asyncio.sleep(POLL)
@@ -138,7 +173,9 @@ class Weights:
 
         async def is_current(server: Server) -> bool:
             try:
-                self.taken[server] = await server.unless_lost(self._update_server(server.client, delivery))
+                self.taken[server] = await server.unless_lost(
+                    self._update_server(server.client, delivery)
+                )
                 server.version = delivery.version
             except ServerLost as error:
                 self.fleet.report_lost(server, str(error))
@@ -146,16 +183,23 @@ class Weights:
                 return False
             return True
 
-        if not all(await asyncio.gather(*(is_current(server) for server in self.fleet.live_servers))):
+        if not all(
+            await asyncio.gather(*(is_current(server) for server in self.fleet.live_servers))
+        ):
             return {}
         self.version = delivery.version
         self.proven.clear()
         seconds = time.perf_counter() - start
         self.log.info(
             "Version %d: %d servers took %.2f MiB (%s) in %.3f s, checksum %s",
-            delivery.version, len(self.taken), delivery.bytes / 2**20, delivery.transport["type"], seconds,
-            delivery.checksum, extra={"console": False},
-        )  # fmt: skip
+            delivery.version,
+            len(self.taken),
+            delivery.bytes / 2**20,
+            delivery.transport["type"],
+            seconds,
+            delivery.checksum,
+            extra={"console": False},
+        )
         return {
             "weights/bytes": delivery.bytes,
             "time/publish_weights": delivery.seconds,
@@ -174,7 +218,9 @@ class Weights:
                 self.fleet.report_lost(server, str(error))
                 return 0.0
 
-        asked = [prove_server(server, taken) for server, taken in self.taken.items() if server.is_up]
+        asked = [
+            prove_server(server, taken) for server, taken in self.taken.items() if server.is_up
+        ]
         differences = await asyncio.gather(*asked)
         self.proven.set()
         return {"weights/canary_difference": max(differences, default=0.0)}
@@ -198,14 +244,18 @@ class Weights:
         """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
         version = delivery.version
         body = {
-            "weight_dir": str(self.published.path_of(version)), "version": version,
-            "transport": delivery.transport, "model_name": self.config.model.name,
-        }  # fmt: skip
+            "weight_dir": str(self.published.path_of(version)),
+            "version": version,
+            "transport": delivery.transport,
+            "model_name": self.config.model.name,
+        }
         try:
             state = await client.call_control("update_weights", body)
             if state["is_paused"]:  # by whoever used the server before
                 await client.call_control("resume", {})
-        except RuntimeError as error:  # an answer that refuses: nothing that this run can go on with
+        except (
+            RuntimeError
+        ) as error:  # an answer that refuses: nothing that this run can go on with
             if isinstance(error, Refused) and error.status == 409:
                 raise Superseded from None
             raise ConnectionError(f"version {version} was not taken: {error}") from None
@@ -226,13 +276,20 @@ class Weights:
         try:
             scored = (await client.call_control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:
-            raise ConnectionError(f"the canary of version {version} was not scored: {error}") from None
+            raise ConnectionError(
+                f"the canary of version {version} was not scored: {error}"
+            ) from None
         worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
         usual = TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
-        tolerance = self.config.canary_tolerance or max(usual[delivery.dtype], usual[state["dtype"]])
+        tolerance = self.config.canary_tolerance or max(
+            usual[delivery.dtype], usual[state["dtype"]]
+        )
         before = self.scored.get(client.base_url)
         if state["checksum"] is None and before is not None and scored == before[1]:
-            moved = max(abs(a - b) for a, b in zip(delivery.canary.logprobs, before[0].canary.logprobs, strict=True))
+            moved = max(
+                abs(a - b)
+                for a, b in zip(delivery.canary.logprobs, before[0].canary.logprobs, strict=True)
+            )
             if moved > MOVED:
                 raise ConnectionError(
                     f"{client.base_url} scores the canary of version {version} exactly as that of version "
@@ -241,7 +298,9 @@ class Weights:
         if not worst <= tolerance:
             now = await client.call_control("version?each=true")
             if now["version"] != version:
-                raise ServerLost(f"{client.base_url} was started again while it took version {version}")
+                raise ServerLost(
+                    f"{client.base_url} was started again while it took version {version}"
+                )
             raise ConnectionError(
                 f"{client.base_url} and the trainer disagree on the canary of version {version}: logprobs differ by up "
                 f"to {worst:.2g}, allowed are {tolerance:g} (canary-tolerance); {what_differs(now, delivery)}"

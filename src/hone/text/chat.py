@@ -23,7 +23,10 @@ from hone.text.messages import MessageError, normalize_messages
 from hone.text.tool_calls import FORMATS, format_of
 
 MARK = "\ue000"  # a character that no text has
-GENERATED, GENERATED_END = "\ue001", "\ue002"  # around what the `generation` tag encloses, while spans are looked for
+GENERATED, GENERATED_END = (
+    "\ue001",
+    "\ue002",
+)  # around what the `generation` tag encloses, while spans are looked for
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers knows them
 Span = tuple[int, int]  # first character, and the one behind the last
@@ -58,7 +61,9 @@ class ChatTemplate:
     ) -> None:
         sources = {DEFAULT: source} if isinstance(source, str) else dict(source)
         if DEFAULT not in sources:
-            raise ValueError(f"no chat template is named {DEFAULT!r}; there are {', '.join(sources)}")
+            raise ValueError(
+                f"no chat template is named {DEFAULT!r}; there are {', '.join(sources)}"
+            )
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -85,7 +90,9 @@ class ChatTemplate:
             self._takes_json = self._needs_json()
             self._needs_none = self._takes_calls(1)
         self.most_calls = 1 if self._takes_calls(1) and not self._takes_calls(2) else None
-        self._shown: set[tuple[Any, ...]] = set()  # places of messages whose content was seen to be rendered
+        self._shown: set[tuple[Any, ...]] = (
+            set()
+        )  # places of messages whose content was seen to be rendered
 
     # ------------------------------------------------------------------------------------------------- rendering
 
@@ -108,7 +115,9 @@ class ChatTemplate:
     def _normalize_messages(self, messages: Any) -> list[Message]:
         result = normalize_messages(messages)
         if not self._knows_developer:
-            result = [{**one, "role": "system"} if one["role"] == "developer" else one for one in result]
+            result = [
+                {**one, "role": "system"} if one["role"] == "developer" else one for one in result
+            ]
         return result
 
     def _render_checked(self, messages: list[Message], args: dict[str, Any], start: int = 0) -> str:
@@ -123,18 +132,30 @@ class ChatTemplate:
             place = (before, role, after, len(calls), has_content, bool(args.get("tools")))
             if place in self._shown:
                 continue
-            if has_content and not self._is_rendered(messages, i, {**message, "content": MARK}, args):
+            if has_content and not self._is_rendered(
+                messages, i, {**message, "content": MARK}, args
+            ):
                 what = "content beside tool calls" if calls else f"role {role!r} there"
-                raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
+                raise MessageError(
+                    f"the chat template leaves out message {i}: it has no place for {what}"
+                )
             for k in range(len(calls)):
                 marked = [_marked_call(call) if j == k else call for j, call in enumerate(calls)]
                 if not self._is_rendered(messages, i, {**message, "tool_calls": marked}, args):
-                    what = "tool calls of its messages" if len(calls) == 1 else f"{len(calls)} tool calls"
-                    raise MessageError(f"the chat template leaves out message {i}: it has no place for {what}")
+                    what = (
+                        "tool calls of its messages"
+                        if len(calls) == 1
+                        else f"{len(calls)} tool calls"
+                    )
+                    raise MessageError(
+                        f"the chat template leaves out message {i}: it has no place for {what}"
+                    )
             self._shown.add(place)
         return text
 
-    def _is_rendered(self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]) -> bool:
+    def _is_rendered(
+        self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]
+    ) -> bool:
         """Return False if the mark in what stands for message i does not reach the text, whatever it is."""
         try:
             return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
@@ -152,7 +173,13 @@ class ChatTemplate:
         name = TOOL_USE if args.get("tools") is not None and TOOL_USE in self.templates else DEFAULT
         try:
             return self.templates[name].render(
-                **{"documents": None, **self.special_tokens, **self.arguments, **args, "messages": messages}
+                **{
+                    "documents": None,
+                    **self.special_tokens,
+                    **self.arguments,
+                    **args,
+                    "messages": messages,
+                }
             )
         except Exception as error:  # a template is a program of its own: it may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
@@ -175,11 +202,16 @@ class ChatTemplate:
     def _takes_calls(self, count: int) -> bool:
         """Return True if the template renders an answer with so many tool calls."""
         for marked in range(count):
-            plain = [{"id": f"call0000{i}", "type": "function", "function": dict(PLAIN_CALL)} for i in range(count)]
+            plain = [
+                {"id": f"call0000{i}", "type": "function", "function": dict(PLAIN_CALL)}
+                for i in range(count)
+            ]
             calls = [_marked_call(call) if i == marked else call for i, call in enumerate(plain)]
             called = {"role": "assistant", "content": "", "tool_calls": calls}
             try:
-                text = self._render_raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+                text = self._render_raw(
+                    [{"role": "user", "content": "?"}, called], {"add_generation_prompt": False}
+                )
             except ValueError:
                 return False
             if MARK not in text:
@@ -189,19 +221,29 @@ class ChatTemplate:
     def _needs_json(self) -> bool:
         """Return True for a template that writes arguments of tool calls as they come, and so needs them as JSON."""
         self._takes_json = False
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"a": MARK}}}
+        call = {
+            "id": "call00000",
+            "type": "function",
+            "function": {"name": "f", "arguments": {"a": MARK}},
+        }
         called = {"role": "assistant", "content": "", "tool_calls": [call]}
         for takes_json in (False, True):
             self._takes_json = takes_json
             try:
-                text = self._render_raw([{"role": "user", "content": "?"}, called], {"add_generation_prompt": False})
+                text = self._render_raw(
+                    [{"role": "user", "content": "?"}, called], {"add_generation_prompt": False}
+                )
             except ValueError:
                 continue
-            if MARK in text and f"'{MARK}'" not in text:  # neither left out nor written as Python writes a dict
+            if (
+                MARK in text and f"'{MARK}'" not in text
+            ):  # neither left out nor written as Python writes a dict
                 return takes_json
         return False
 
-    def render_continuation(self, messages: list[Message], covered: int, **template_args: Any) -> str | None:
+    def render_continuation(
+        self, messages: list[Message], covered: int, **template_args: Any
+    ) -> str | None:
         """Return what follows the text of message `covered` - 1, which the assistant wrote.
 
         That is the mark that ends its turn, and all up to where the assistant is to speak again. None where the
@@ -210,12 +252,16 @@ class ChatTemplate:
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
         answering = {"add_generation_prompt": False, **template_args}
-        whole = self._render_checked(messages, asking, covered)  # those before are in the tokens already
+        whole = self._render_checked(
+            messages, asking, covered
+        )  # those before are in the tokens already
         asked = self._render_raw(messages[: covered - 1], asking)
         answered = self._render_raw(messages[:covered], answering)
         if not (whole.startswith(answered) and answered.startswith(asked)):
             return None
-        _, found, end = self._render_raw([*messages[: covered - 1], ASSISTANT_MARK], answering).partition(MARK)
+        _, found, end = self._render_raw(
+            [*messages[: covered - 1], ASSISTANT_MARK], answering
+        ).partition(MARK)
         return end + whole[len(answered) :] if found else None
 
     def turn_end(self) -> str:
@@ -251,7 +297,11 @@ class ChatTemplate:
             spans = self._find_generated(messages, args)
             if spans:
                 return [MarkedText(text, spans)]
-        turns = [self._render_turn(messages, i, args) for i, message in enumerate(messages) if message["role"] in roles]
+        turns = [
+            self._render_turn(messages, i, args)
+            for i, message in enumerate(messages)
+            if message["role"] in roles
+        ]
         found: list[MarkedText] = []
         while turns:
             held = [turn for turn in turns if text.startswith(turn[0])]
@@ -278,22 +328,31 @@ class ChatTemplate:
                 position += 1
         return spans
 
-    def _render_turn(self, messages: list[Message], i: int, args: dict[str, Any]) -> tuple[str, Span]:
+    def _render_turn(
+        self, messages: list[Message], i: int, args: dict[str, Any]
+    ) -> tuple[str, Span]:
         """Return the rendering that ends with message i, and the span of what that message adds."""
         is_answer = messages[i]["role"] == "assistant"
         before, asking = messages[:i], {**args, "add_generation_prompt": is_answer}
         prompt = self._render_raw(before, asking) if i or is_answer else ""
         answered = self._render_raw(messages[: i + 1], args)
         start = len(prompt)
-        if not answered.startswith(prompt):  # the prompt begins what the answer does not have, as an open <think>
+        if not answered.startswith(
+            prompt
+        ):  # the prompt begins what the answer does not have, as an open <think>
             start = _common_length(prompt, answered)
             marked = self._render_raw([*before, {**messages[i], "content": MARK}], args)
             content = marked.partition(MARK)[0]
             if MARK in marked and answered.startswith(content):
                 start = min(start, len(content))
             if not answered.startswith(self._render_raw(before, args) if i else ""):
-                raise ValueError(f"the chat template writes what is before message {i} differently with its answer")
-        return answered, (start, len(answered.rstrip()))  # the line break after a turn is not the model's
+                raise ValueError(
+                    f"the chat template writes what is before message {i} differently with its answer"
+                )
+        return answered, (
+            start,
+            len(answered.rstrip()),
+        )  # the line break after a turn is not the model's
 
 
 PLAIN_CALL = {"name": "f", "arguments": {"a": "b"}}
@@ -302,7 +361,11 @@ ASSISTANT_MARK: Message = {"role": "assistant", "content": MARK}
 
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+    return (
+        {**message, "content": [{"type": "text", "text": content}]}
+        if isinstance(content, str)
+        else message
+    )
 
 
 def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
@@ -311,7 +374,11 @@ def _marked_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_content(message: Message) -> Message:
-    return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+    return (
+        {**message, "content": None}
+        if message.get("tool_calls") and not message["content"]
+        else message
+    )
 
 
 def _with_json(message: Message) -> Message:
@@ -324,7 +391,10 @@ def _call_with_json(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", call)
     if isinstance(function.get("arguments"), str):
         return call
-    function = {**function, "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False)}
+    function = {
+        **function,
+        "arguments": json.dumps(function.get("arguments", {}), ensure_ascii=False),
+    }
     return {**call, "function": function} if "function" in call else function
 
 
@@ -357,7 +427,9 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:

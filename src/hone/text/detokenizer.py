@@ -25,13 +25,21 @@ class TokenTexts:
         parts = state.get("decoders", [state])
         kinds = {part.get("type") for part in parts}
         self._is_byte_level, self._has_bytes = "ByteLevel" in kinds, "ByteFallback" in kinds
-        replaced = [part for part in parts if part.get("type") == "Replace" and SPACE in str(part.get("pattern"))]
+        replaced = [
+            part
+            for part in parts
+            if part.get("type") == "Replace" and SPACE in str(part.get("pattern"))
+        ]
         metaspace = [part for part in parts if part.get("type") == "Metaspace"]
         self.has_spaces = bool(replaced or metaspace)
-        strips = [part for part in parts if part.get("type") == "Strip" and part.get("content") == " "]
+        strips = [
+            part for part in parts if part.get("type") == "Strip" and part.get("content") == " "
+        ]
         prepends = [part for part in metaspace if part.get("prepend_scheme") != "never"]
         self.drops_first_space = bool(prepends or any(part.get("start") for part in strips))
-        self._added = {number: token.content for number, token in encoder.get_added_tokens_decoder().items()}
+        self._added = {
+            number: token.content for number, token in encoder.get_added_tokens_decoder().items()
+        }
 
     @functools.lru_cache(maxsize=200_000)  # noqa: B019  (it lives as long as its tokenizer)
     def bytes_of(self, token_id: int) -> bytes:
@@ -52,7 +60,11 @@ class TokenTexts:
     def first_bytes_of(self, token_id: int) -> bytes:
         """Return what the token adds to a text that it begins."""
         found = self.bytes_of(token_id)
-        return found.removeprefix(b" ") if self.drops_first_space and token_id not in self._added else found
+        return (
+            found.removeprefix(b" ")
+            if self.drops_first_space and token_id not in self._added
+            else found
+        )
 
     def token_bytes(self, ids: Sequence[int], follows: bool) -> list[bytes]:
         """Return the bytes of each token of a text; `follows`: something stands before it."""
@@ -71,9 +83,15 @@ def name_of(piece: bytes, prefix: str = "") -> str:
 
 def _byte_level() -> dict[str, bytes]:
     """Return the bytes that the characters of byte-level tokens stand for, as in GPT-2: printable ones as they are."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): bytes([byte]) for byte in printable} | {chr(256 + i): bytes([b]) for i, b in enumerate(others)}
+    return {chr(byte): bytes([byte]) for byte in printable} | {
+        chr(256 + i): bytes([b]) for i, b in enumerate(others)
+    }
 
 
 _BYTES = _byte_level()

@@ -34,20 +34,30 @@ def normalize_messages(messages: Any) -> list[Message]:
 
 def _normalize_message(message: Any, place: str) -> Message:
     if not isinstance(message, dict):
-        raise MessageError(f"{place}: it is no message (an object with role and content), found {message!r:.80}")
+        raise MessageError(
+            f"{place}: it is no message (an object with role and content), found {message!r:.80}"
+        )
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise MessageError(f"{place}: role is {role!r}, not the name of a role")
     result = {key: value for key, value in message.items() if value is not None}
     if "function_call" in result:
-        raise MessageError(f"{place} ({role}): function_call is OpenAI's older form of tool_calls; write it as those")
+        raise MessageError(
+            f"{place} ({role}): function_call is OpenAI's older form of tool_calls; write it as those"
+        )
     calls = result.pop("tool_calls", None)
     if calls:
         if not isinstance(calls, list):
-            raise MessageError(f"{place} ({role}), tool_calls: a list is needed, found {calls!r:.80}")
-        result["tool_calls"] = [_normalize_call(call, f"{place}, tool_calls[{i}]") for i, call in enumerate(calls)]
+            raise MessageError(
+                f"{place} ({role}), tool_calls: a list is needed, found {calls!r:.80}"
+            )
+        result["tool_calls"] = [
+            _normalize_call(call, f"{place}, tool_calls[{i}]") for i, call in enumerate(calls)
+        ]
     if "content" in result:
-        result["content"] = join_parts(result["content"], f"{place} ({role}), content", is_tool=role == "tool")
+        result["content"] = join_parts(
+            result["content"], f"{place} ({role}), content", is_tool=role == "tool"
+        )
     elif role == "assistant":
         result["content"] = ""
     else:
@@ -78,7 +88,9 @@ def _text_of_part(part: Any, place: str) -> str:
     kind = part.get("type", "text") if isinstance(part, dict) else None
     if kind not in TEXT_PARTS:
         found = f"a part of type {kind!r}" if isinstance(part, dict) else f"{part!r:.80}"
-        raise MessageError(f"{place}: messages may contain text parts only (type text), found {found}")
+        raise MessageError(
+            f"{place}: messages may contain text parts only (type text), found {found}"
+        )
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
         raise MessageError(f"{place}: the text of a part is needed, found {text!r:.80}")
@@ -88,11 +100,15 @@ def _text_of_part(part: Any, place: str) -> str:
 def _normalize_call(call: Any, place: str) -> dict[str, Any]:
     """Return a tool call with its arguments as an object, the form in which templates write them."""
     if not isinstance(call, dict):
-        raise MessageError(f"{place}: it is no tool call (an object with function), found {call!r:.80}")
+        raise MessageError(
+            f"{place}: it is no tool call (an object with function), found {call!r:.80}"
+        )
     call = {key: value for key, value in call.items() if value is not None}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise MessageError(f"{place}: function with name and arguments is needed, found {call!r:.80}")
+        raise MessageError(
+            f"{place}: function with name and arguments is needed, found {call!r:.80}"
+        )
     function = {key: value for key, value in function.items() if value is not None}
     function["arguments"] = _read_arguments(function.get("arguments", {}))
     return {**call, "function": function} if "function" in call else function

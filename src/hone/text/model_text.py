@@ -69,7 +69,11 @@ def load_encoder(directory: Path, config: dict[str, Any]) -> Encoder:
             if others
             else ""
         )
-        hint = ".save_pretrained(DIRECTORY)" if others else "; save the tokenizer in that directory (HF fast format)"
+        hint = (
+            ".save_pretrained(DIRECTORY)"
+            if others
+            else "; save the tokenizer in that directory (HF fast format)"
+        )
         raise ValueError(f"{directory} has no tokenizer.json{found}{hint}")
     try:
         encoder = Encoder.from_file(str(path))
@@ -91,11 +95,19 @@ def _tokens_to_add(encoder: Encoder, directory: Path, config: dict[str, Any]) ->
     named = set(specials.values())
     if "added_tokens_decoder" in config:
         listed = config["added_tokens_decoder"].items()
-        found = {int(i): AddedToken(**{k: v for k, v in token.items() if k != "__type"}) for i, token in listed}
+        found = {
+            int(i): AddedToken(**{k: v for k, v in token.items() if k != "__type"})
+            for i, token in listed
+        }
     else:
-        older = {int(number): text for text, number in read_json(directory / "added_tokens.json").items()}
+        older = {
+            int(number): text for text, number in read_json(directory / "added_tokens.json").items()
+        }
         is_special = {text: text in named or text in extra for text in older.values()}
-        found = {i: AddedToken(t, normalized=not is_special[t], special=is_special[t]) for i, t in older.items()}
+        found = {
+            i: AddedToken(t, normalized=not is_special[t], special=is_special[t])
+            for i, t in older.items()
+        }
         found |= encoder.get_added_tokens_decoder()
     tokens = [found[number] for number in sorted(found)]
     tokens = [_as_special(token) if token.content in named else token for token in tokens]
@@ -105,13 +117,19 @@ def _tokens_to_add(encoder: Encoder, directory: Path, config: dict[str, Any]) ->
 
 
 def _as_special(token: AddedToken) -> AddedToken:
-    flags = {name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+    flags = {
+        name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")
+    }
     return AddedToken(token.content, special=True, **flags)
 
 
 def _extra_tokens(config: dict[str, Any]) -> list[str]:
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    return [] if isinstance(extra, dict) else [text for token in extra if (text := text_of(token)) is not None]
+    return (
+        []
+        if isinstance(extra, dict)
+        else [text for token in extra if (text := text_of(token)) is not None]
+    )
 
 
 def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -123,7 +141,9 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
         found[file.name.removesuffix(".jinja")] = file.read_text(encoding="utf-8")
     if found:
         return found
-    given = config.get("chat_template") or read_json(directory / "chat_template.json").get("chat_template")
+    given = config.get("chat_template") or read_json(directory / "chat_template.json").get(
+        "chat_template"
+    )
     if isinstance(given, str):
         return {DEFAULT: given}
     if isinstance(given, dict):
@@ -151,7 +171,9 @@ def resolve_template(value: str, key: str = "model.chat-template") -> str:
         near = difflib.get_close_matches(value, shipped, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         names = ", ".join(sorted(shipped))
-        raise ValueError(f"{key}: {value!r} is no readable file, no template text and none of {names}{hint}") from None
+        raise ValueError(
+            f"{key}: {value!r} is no readable file, no template text and none of {names}{hint}"
+        ) from None
 
 
 def read_end_ids(directory: Path) -> list[int]:
@@ -159,7 +181,8 @@ def read_end_ids(directory: Path) -> list[int]:
     generation = read_json(directory / "generation_config.json")
     model = read_json(directory / "config.json") if not generation else {}
     found = generation.get(
-        "eos_token_id", model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id"))
+        "eos_token_id",
+        model.get("eos_token_id", (model.get("text_config") or {}).get("eos_token_id")),
     )
     return found if isinstance(found, list) else [] if found is None else [found]
 

@@ -8,7 +8,9 @@ ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066
 
 def make_printable(text: str) -> str:
     """Return a text whose control characters are written as escapes, as in `\\x1b[2J`."""
-    return ACTING.sub(lambda found: _escape_character(found[0]), text) if ACTING.search(text) else text
+    return (
+        ACTING.sub(lambda found: _escape_character(found[0]), text) if ACTING.search(text) else text
+    )
 
 
 def make_line(text: str) -> str:

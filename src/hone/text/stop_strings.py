@@ -10,9 +10,11 @@ class StopStrings:
     """
 
     def __init__(
-        self, decode: Callable[[list[int]], str], strings: Sequence[str],
+        self,
+        decode: Callable[[list[int]], str],
+        strings: Sequence[str],
         decode_first: Callable[[list[int]], str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.decode, self.strings, self.decode_first = decode, strings, decode_first or decode
         self.checked = 0
         # A token has at least one character or is part of one, so a string begins within so many tokens.

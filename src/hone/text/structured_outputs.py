@@ -20,8 +20,14 @@ from hone.text.stop_strings import StopStrings
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import CallFormat
 
-SPACE = "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
-AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # by Python, in templates
+SPACE = (
+    "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
+)
+AS_WRITTEN = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}  # by Python, in templates
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 
@@ -37,10 +43,18 @@ class Form:
         matcher = _import_llguidance().LLMatcher
         try:
             if self.kind == "json":
-                return str(matcher.grammar_from_json_schema(json.dumps(self.value), {"whitespace_pattern": SPACE}))
+                return str(
+                    matcher.grammar_from_json_schema(
+                        json.dumps(self.value), {"whitespace_pattern": SPACE}
+                    )
+                )
             if self.kind == "regex":
                 return str(matcher.grammar_from_regex(self.value))
-            lark = self.value if self.kind == "grammar" else "start: " + " | ".join(map(json.dumps, self.value))
+            lark = (
+                self.value
+                if self.kind == "grammar"
+                else "start: " + " | ".join(map(json.dumps, self.value))
+            )
             return str(matcher.grammar_from_lark(lark))
         except (ValueError, TypeError) as error:
             raise ValueError(f"the {self.kind} that answers are to follow: {error}") from None
@@ -52,8 +66,14 @@ class Following:
     `vocabulary`: how many token ids the model has. Raises ValueError, in words, for a form that cannot be followed.
     """
 
-    def __init__(self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]) -> None:
-        self.form, self.vocabulary, self.stops = form, vocabulary, [i for i in stops if i < vocabulary]
+    def __init__(
+        self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]
+    ) -> None:
+        self.form, self.vocabulary, self.stops = (
+            form,
+            vocabulary,
+            [i for i in stops if i < vocabulary],
+        )
         self.tokenizer, self.before = tokenizer, list[int]()
         self.tokens = _get_vocabulary(tokenizer)
         self.matcher = _import_llguidance().LLMatcher(self.tokens, form.to_grammar(), log_level=0)
@@ -79,11 +99,15 @@ class Following:
         self.read = len(ids)
         may = self.may = np.zeros(self.vocabulary, dtype=bool)
         packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        if self.matcher.is_error():  # the form is beyond what llguidance follows: whoever asked is told
+        if (
+            self.matcher.is_error()
+        ):  # the form is beyond what llguidance follows: whoever asked is told
             self.failure = self.failure or self.matcher.get_error().strip().splitlines()[0]
             may[self.stops] = True
             return may
-        bits = np.unpackbits(packed, bitorder="little", count=min(8 * len(packed), self.vocabulary)).astype(bool)
+        bits = np.unpackbits(
+            packed, bitorder="little", count=min(8 * len(packed), self.vocabulary)
+        ).astype(bool)
         may[: len(bits)] = bits
         if may[self.tokens.eos_token]:
             may[self.stops] = True
@@ -149,7 +173,9 @@ def form_of_call(tools: Sequence[Tool], call_format: CallFormat, tokenizer: Toke
     Raises ValueError for a format that calls cannot be held to.
     """
     if call_format.name not in SPELLINGS:
-        raise ValueError(f"tool_choice: calls in the format {call_format.name} can be read, but not asked for")
+        raise ValueError(
+            f"tool_choice: calls in the format {call_format.name} can be read, but not asked for"
+        )
     rules = [
         _build_lark_rule(SPELLINGS[call_format.name](tool["function"]), call_format, tokenizer, i)
         for i, tool in enumerate(tools)
@@ -164,11 +190,20 @@ def _get_parameters(function: dict[str, Any]) -> dict[str, Any]:
 
 def _call_schema(function: dict[str, Any], key: str = "arguments") -> Json:
     properties = {"name": {"const": function["name"]}, key: _get_parameters(function)}
-    return Json({"type": "object", "properties": properties, "required": ["name", key], "additionalProperties": False})
+    return Json(
+        {
+            "type": "object",
+            "properties": properties,
+            "required": ["name", key],
+            "additionalProperties": False,
+        }
+    )
 
 
 def _calls_schema(function: dict[str, Any]) -> Json:
-    return Json({"type": "array", "items": _call_schema(function).schema, "minItems": 1, "maxItems": 1})
+    return Json(
+        {"type": "array", "items": _call_schema(function).schema, "minItems": 1, "maxItems": 1}
+    )
 
 
 def _each_argument(
@@ -178,7 +213,9 @@ def _each_argument(
     closing = [part for part in (end.before, end.tag, end.after) if part]
     found = []
     for key, schema in (_get_parameters(function).get("properties") or {}).items():
-        is_text = isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+        is_text = (
+            isinstance(schema, dict) and schema.get("type") == "string" and "enum" not in schema
+        )
         value: list[Part] = [end] if is_text else [Json(schema), *closing]
         if isinstance(schema, dict) and schema.get("type") == "string" and "enum" in schema:
             value = [Choice(tuple(schema["enum"])), *closing]
@@ -216,22 +253,43 @@ SPELLINGS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "qwen3_coder": _spell_qwen3_coder,
     "glm": _spell_glm,
     "mistral": lambda function: ["[TOOL_CALLS]", _calls_schema(function)],
-    "mistral_args": lambda function: ["[TOOL_CALLS]", function["name"], "[ARGS]", Json(_get_parameters(function))],
+    "mistral_args": lambda function: [
+        "[TOOL_CALLS]",
+        function["name"],
+        "[ARGS]",
+        Json(_get_parameters(function)),
+    ],
     "list": lambda function: ["<TOOLCALL>", _calls_schema(function), "</TOOLCALL>"],
     "granite": lambda function: ["<|tool_call|>", _calls_schema(function)],
-    "function": lambda function: [f"<function={function['name']}>", Json(_get_parameters(function)), "</function>"],
+    "function": lambda function: [
+        f"<function={function['name']}>",
+        Json(_get_parameters(function)),
+        "</function>",
+    ],
     "deepseek": lambda function: [
-        "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", function["name"], "<｜tool▁sep｜>",
-        Json(_get_parameters(function)), "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        function["name"],
+        "<｜tool▁sep｜>",
+        Json(_get_parameters(function)),
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
     ],
     "kimi": lambda function: [
-        "<|tool_calls_section_begin|>", "<|tool_call_begin|>", f"functions.{function['name']}:0",
-        "<|tool_call_argument_begin|>", Json(_get_parameters(function)), "<|tool_call_end|>", "<|tool_calls_section_end|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_call_begin|>",
+        f"functions.{function['name']}:0",
+        "<|tool_call_argument_begin|>",
+        Json(_get_parameters(function)),
+        "<|tool_call_end|>",
+        "<|tool_calls_section_end|>",
     ],
-}  # fmt: skip
+}
 
 
-def _build_lark_rule(parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int) -> str:
+def _build_lark_rule(
+    parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int
+) -> str:
     """Return the rule of a call in Lark, and those that it needs."""
     more: list[str] = []
 
@@ -244,11 +302,17 @@ def _build_lark_rule(parts: Sequence[Any], call_format: CallFormat, tokenizer: T
             return "(" + " ".join(map(spell_part, part.parts)) + ")?"
         name = f"part{number}_{len(more)}"
         if isinstance(part, TextUntil):
-            tag = _spell_tag(tokenizer, part.tag) if part.tag in call_format.tags else json.dumps(part.tag)
+            tag = (
+                _spell_tag(tokenizer, part.tag)
+                if part.tag in call_format.tags
+                else json.dumps(part.tag)
+            )
             if tag.startswith("<"):  # a token of its own, which no text has
                 more.append(f"{name}: /(?s:.*)/ {' '.join([tag, json.dumps(part.after)])}")
             else:
-                more.append(f"{name}[suffix={json.dumps(part.before + part.tag + part.after)}]: /(?s:.*)/")
+                more.append(
+                    f"{name}[suffix={json.dumps(part.before + part.tag + part.after)}]: /(?s:.*)/"
+                )
         else:
             schema = part.schema if isinstance(part.schema, dict) else {}
             more.append(f"{name}: %json {json.dumps({**schema, 'x-guidance': AS_WRITTEN})}")
@@ -269,7 +333,9 @@ def _get_vocabulary(tokenizer: Tokenizer) -> Any:
     """llguidance's view of a tokenizer, made once."""
     if "forms" not in tokenizer.kept:
         text = tokenizer.encoder.to_str()
-        tokenizer.kept["forms"] = _import_llguidance().LLTokenizer(text, eos_token=tokenizer.stop_ids[0])
+        tokenizer.kept["forms"] = _import_llguidance().LLTokenizer(
+            text, eos_token=tokenizer.stop_ids[0]
+        )
     return tokenizer.kept["forms"]
 
 
@@ -277,5 +343,7 @@ def _import_llguidance() -> Any:
     try:
         import llguidance
     except ModuleNotFoundError:
-        raise ValueError('answers of a given form need llguidance: pip install "hone-rl[forms]"') from None
+        raise ValueError(
+            'answers of a given form need llguidance: pip install "hone-rl[forms]"'
+        ) from None
     return llguidance

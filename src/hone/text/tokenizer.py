@@ -28,7 +28,9 @@ from hone.text.model_text import (
 from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # no threads of its own, and no warnings after a fork
+os.environ.setdefault(
+    "TOKENIZERS_PARALLELISM", "false"
+)  # no threads of its own, and no warnings after a fork
 BEFORE = "\x01"  # stands before a text that goes on from tokens; it is a token of its own
 LONG_TEXT = 4096  # characters from which on a text is encoded without Python's lock
 CONTEXT = 8  # tokens before others that can change what these are as text
@@ -67,15 +69,23 @@ class Tokenizer:
         self.directory, self.chat_template = directory, chat_template
         self.template_arguments, self.call_format = template_arguments, call_format
         templates = {DEFAULT: chat_template} if chat_template else find_templates(directory, config)
-        self.template = ChatTemplate(templates, specials, template_arguments, call_format) if templates else None
+        self.template = (
+            ChatTemplate(templates, specials, template_arguments, call_format)
+            if templates
+            else None
+        )
         self.vocab_size = self.encoder.get_vocab_size(with_added_tokens=True)
         added = self.encoder.get_added_tokens_decoder()
         self._added = frozenset(added)
-        self.stop_ids = self._stop_ids(specials, {token.content: number for number, token in added.items()})
+        self.stop_ids = self._stop_ids(
+            specials, {token.content: number for number, token in added.items()}
+        )
         self._special = special = {number for number, token in added.items() if token.special}
         kept = self.template.call_format.tags if self.template else ()
         tags = {number for number in special if added[number].content in kept}
-        self._dropped = special - tags if tags else None  # without special tokens; None: as the library does
+        self._dropped = (
+            special - tags if tags else None
+        )  # without special tokens; None: as the library does
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
         self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for
@@ -92,14 +102,26 @@ class Tokenizer:
                 f"{self.directory}: the tokenizer has {own} tokens, the model's vocab_size is {vocab_size}"
             )
         added = self.encoder.get_added_tokens_decoder()
-        self._beyond = {number: token.content for number, token in added.items() if number >= vocab_size}
+        self._beyond = {
+            number: token.content for number, token in added.items() if number >= vocab_size
+        }
         if self._beyond:
             names = ", ".join(list(self._beyond.values())[:5])
-            log.warning("%s: the model has no embedding for tokens of its tokenizer: %s", self.directory, names)
+            log.warning(
+                "%s: the model has no embedding for tokens of its tokenizer: %s",
+                self.directory,
+                names,
+            )
 
     def _require_known(self, ids: list[int]) -> list[int]:
-        if self._beyond and (unknown := next((self._beyond[i] for i in ids if i in self._beyond), None)) is not None:
-            raise ValueError(f"the text has the token {unknown}, for which the model has no embedding")
+        if (
+            self._beyond
+            and (unknown := next((self._beyond[i] for i in ids if i in self._beyond), None))
+            is not None
+        ):
+            raise ValueError(
+                f"the text has the token {unknown}, for which the model has no embedding"
+            )
         return ids
 
     @staticmethod
@@ -180,12 +202,18 @@ class Tokenizer:
             return before[-CONTEXT:]
         return [token for token in before[-4 * CONTEXT :] if not self.is_dropped(token)][-CONTEXT:]
 
-    def decode_after(self, before: list[int], ids: list[int], skip_special_tokens: bool = True) -> str:
+    def decode_after(
+        self, before: list[int], ids: list[int], skip_special_tokens: bool = True
+    ) -> str:
         """Return the text that tokens add to that of the tokens before them."""
         context = self.context_of(before, skip_special_tokens)
         start = self.decode(context, skip_special_tokens)
         whole = self.decode(context + ids, skip_special_tokens)
-        return whole[len(start) :] if whole.startswith(start) else self.decode(ids, skip_special_tokens)
+        return (
+            whole[len(start) :]
+            if whole.startswith(start)
+            else self.decode(ids, skip_special_tokens)
+        )
 
     def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
         """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often.
@@ -196,14 +224,20 @@ class Tokenizer:
         template, messages = self.require_template(), prompt.messages
         args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
         before, covered = prompt.before, prompt.covered
-        if before and 0 < covered <= len(messages) and all(0 <= i < self.vocab_size for i in before):
+        if (
+            before
+            and 0 < covered <= len(messages)
+            and all(0 <= i < self.vocab_size for i in before)
+        ):
             text = template.render_continuation(messages, covered, **args)
             if text is not None:
                 return before + self._encode_after(before, text)
         key = repr((messages, args))  # a tenth of the time that JSON takes
         ids = self._chat_cache.get(key)
         if ids is None:
-            ids = self.encode(template.render_conversation(messages, add_generation_prompt=True, **args))
+            ids = self.encode(
+                template.render_conversation(messages, add_generation_prompt=True, **args)
+            )
             self._chat_cache[key] = ids
             if len(self._chat_cache) > 1024:
                 self._chat_cache.popitem(last=False)
@@ -234,7 +268,9 @@ class Tokenizer:
         (`ChatTemplate.mark`). A token belongs to whoever wrote the character that it begins with.
         """
         found = []
-        for marked in self.require_template().mark_messages(messages, roles, last_only, **template_args):
+        for marked in self.require_template().mark_messages(
+            messages, roles, last_only, **template_args
+        ):
             encoding = self.encoder.encode(marked.text, add_special_tokens=False)
             first = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]
             mask = np.zeros(len(first), dtype=bool)
@@ -244,9 +280,13 @@ class Tokenizer:
         return found
 
     def build_turn(
-        self, prompt: Prompt, prompt_ids: list[int], completion: Completion, text: str | None = None,
+        self,
+        prompt: Prompt,
+        prompt_ids: list[int],
+        completion: Completion,
+        text: str | None = None,
         most_calls: int | None = None,
-    ) -> Turn:  # fmt: skip
+    ) -> Turn:
         """Return what the model answered, with the tools that it calls where some were given.
 
         `text` is the answer's, if it is not as decoded; `most_calls` are handed out, and no more than the template can

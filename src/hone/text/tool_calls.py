@@ -65,7 +65,11 @@ def parse_tool_calls(
         return text, []
     rest, calls = found
     return (text[:start] + rest).strip(), [
-        {"id": f"call_{turn}_{i}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        {
+            "id": f"call_{turn}_{i}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(arguments)},
+        }
         for i, (name, arguments) in enumerate(calls[:most])
     ]
 
@@ -75,7 +79,10 @@ def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -
 
     A text thinks first. What stands after the beginning of a call (`openings`) outside of a thought is no tag of one.
     """
-    begins, closes = _Places(text, [one for one, _ in THINKING]), _Places(text, [one for _, one in THINKING])
+    begins, closes = (
+        _Places(text, [one for one, _ in THINKING]),
+        _Places(text, [one for _, one in THINKING]),
+    )
     calls = _Places(text, openings)
     at, is_open = 0, thinks
     while True:
@@ -135,7 +142,10 @@ def cut_blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
 
 
 def _tagged_reader(
-    opening: str, closing: str, read_one: Callable[[str, Sequence[Tool]], Call | None], around: Sequence[str] = ()
+    opening: str,
+    closing: str,
+    read_one: Callable[[str, Sequence[Tool]], Call | None],
+    around: Sequence[str] = (),
 ) -> Read:
     """Return a reader of calls that each stand between two tags; `around`: tags that enclose them."""
 
@@ -178,7 +188,8 @@ def _read_named(name: str, written: str) -> Call | None:
 
 def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
     calls = [
-        _read_object(part, needs_arguments=True) for part in text.strip().removeprefix("<|python_tag|>").split(";\n")
+        _read_object(part, needs_arguments=True)
+        for part in text.strip().removeprefix("<|python_tag|>").split(";\n")
     ]
     good = [call for call in calls if call is not None]
     return ("", good) if good and len(good) == len(calls) else None
@@ -195,7 +206,11 @@ def _list_reader(opening: str, closing: str) -> Read:
             values, end = json.JSONDecoder().raw_decode(written.lstrip())
         except (ValueError, RecursionError):
             return None
-        calls = [_read_call(value) for value in values] if isinstance(values, list) else [_read_call(values)]
+        calls = (
+            [_read_call(value) for value in values]
+            if isinstance(values, list)
+            else [_read_call(values)]
+        )
         good = [call for call in calls if call is not None]
         if not good or len(good) < len(calls):
             return None
@@ -228,7 +243,9 @@ def _read_arguments(written: str, tools: Sequence[Tool]) -> Call | None:
     if len(keys) != len(values):
         return None
     types = argument_types(name, tools)
-    return name, {key: _parse_typed(value, types.get(key)) for key, value in zip(keys, values, strict=True)}
+    return name, {
+        key: _parse_typed(value, types.get(key)) for key, value in zip(keys, values, strict=True)
+    }
 
 
 def _read_kimi(written: str, tools: Sequence[Tool]) -> Call | None:
@@ -275,7 +292,10 @@ def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
         function = tool.get("function") or {}
         if function.get("name") == name:
             parameters = function.get("parameters") or {}
-            return {key: _types_of(one, parameters) for key, one in (parameters.get("properties") or {}).items()}
+            return {
+                key: _types_of(one, parameters)
+                for key, one in (parameters.get("properties") or {}).items()
+            }
     return {}
 
 
@@ -321,7 +341,9 @@ FORMATS = {
             ("<tool_call>", "<seed:tool_call>", "<function="),
             ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
             _tagged_reader(
-                "<function=", "</function>", _read_parameters,
+                "<function=",
+                "</function>",
+                _read_parameters,
                 ("<tool_call>", "</tool_call>", "<seed:tool_call>", "</seed:tool_call>"),
             ),
         ),
@@ -329,7 +351,14 @@ FORMATS = {
             "glm",
             ("<arg_key>", "<arg_value>"),
             ("<tool_call>",),
-            ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+            (
+                "<tool_call>",
+                "</tool_call>",
+                "<arg_key>",
+                "</arg_key>",
+                "<arg_value>",
+                "</arg_value>",
+            ),
             _tagged_reader("<tool_call>", "</tool_call>", _read_arguments),
         ),
         CallFormat(
@@ -337,11 +366,16 @@ FORMATS = {
             ("<|tool_call_argument_begin|>",),
             ("<|tool_calls_section_begin|>", "<|tool_call_begin|>"),
             (
-                "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>",
-                "<|tool_call_argument_begin|>", "<|tool_call_end|>",
+                "<|tool_calls_section_begin|>",
+                "<|tool_calls_section_end|>",
+                "<|tool_call_begin|>",
+                "<|tool_call_argument_begin|>",
+                "<|tool_call_end|>",
             ),
             _tagged_reader(
-                "<|tool_call_begin|>", "<|tool_call_end|>", _read_kimi,
+                "<|tool_call_begin|>",
+                "<|tool_call_end|>",
+                _read_kimi,
                 ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             ),
         ),
@@ -350,11 +384,16 @@ FORMATS = {
             ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
             ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
             (
-                "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
+                "<｜tool▁calls▁begin｜>",
+                "<｜tool▁calls▁end｜>",
+                "<｜tool▁call▁begin｜>",
+                "<｜tool▁sep｜>",
                 "<｜tool▁call▁end｜>",
             ),
             _tagged_reader(
-                "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", _read_deepseek,
+                "<｜tool▁call▁begin｜>",
+                "<｜tool▁call▁end｜>",
+                _read_deepseek,
                 ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             ),
         ),
@@ -365,25 +404,46 @@ FORMATS = {
             ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
             _read_mistral_args,
         ),
-        CallFormat("mistral", ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), ("[TOOL_CALLS]",), _list_reader("[TOOL_CALLS]", "")),
         CallFormat(
-            "list", ("<TOOLCALL>",), ("<TOOLCALL>",), ("<TOOLCALL>", "</TOOLCALL>"), _list_reader("<TOOLCALL>", "</TOOLCALL>")
+            "mistral",
+            ("[TOOL_CALLS]",),
+            ("[TOOL_CALLS]",),
+            ("[TOOL_CALLS]",),
+            _list_reader("[TOOL_CALLS]", ""),
         ),
         CallFormat(
-            "granite", ("<|tool_call|>",), ("<|tool_call|>",), ("<|tool_call|>", "<|/tool_call|>"),
+            "list",
+            ("<TOOLCALL>",),
+            ("<TOOLCALL>",),
+            ("<TOOLCALL>", "</TOOLCALL>"),
+            _list_reader("<TOOLCALL>", "</TOOLCALL>"),
+        ),
+        CallFormat(
+            "granite",
+            ("<|tool_call|>",),
+            ("<|tool_call|>",),
+            ("<|tool_call|>", "<|/tool_call|>"),
             _list_reader("<|tool_call|>", "<|/tool_call|>"),
         ),
         CallFormat(
-            "hermes", ("<tool_call>",), ("<tool_call>",), ("<tool_call>", "</tool_call>"),
+            "hermes",
+            ("<tool_call>",),
+            ("<tool_call>",),
+            ("<tool_call>", "</tool_call>"),
             _tagged_reader("<tool_call>", "</tool_call>", lambda written, _: _read_object(written)),
         ),
         CallFormat(
-            "function", ("<function=",), ("<function=",), (),
+            "function",
+            ("<function=",),
+            ("<function=",),
+            (),
             _tagged_reader("<function=", "</function>", _read_function),
         ),
-        CallFormat("json", ('"parameters"',), ("{", "<|python_tag|>"), ("<|python_tag|>",), _read_json),
+        CallFormat(
+            "json", ('"parameters"',), ("{", "<|python_tag|>"), ("<|python_tag|>",), _read_json
+        ),
     )
-}  # fmt: skip
+}
 
 
 def format_of(template: str) -> CallFormat:

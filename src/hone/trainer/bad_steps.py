@@ -30,12 +30,15 @@ def handle_bad_step(
     """After a bad step of `count` sequences: `backward(i)` adds the gradients of sequence i, `describe(i)` is what is
     written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
     norms = []
-    for i in range(count):  # every rank has the whole batch; where they share the model, all go through it
+    for i in range(
+        count
+    ):  # every rank has the whole batch; where they share the model, all go through it
         optimizer.clear_gradients()
         if ranks.is_first or optimizer.is_sharded:
             backward(i)
             norms.append(
-                optimizer.gradient_norm(optimizer.local_gradients()) / (ranks.count if optimizer.is_sharded else 1)
+                optimizer.gradient_norm(optimizer.local_gradients())
+                / (ranks.count if optimizer.is_sharded else 1)
             )
     optimizer.clear_gradients()
     if not ranks.is_first:
@@ -43,7 +46,9 @@ def handle_bad_step(
         if on_bad_step == "stop":
             raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
         return
-    worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[:SHOWN]
+    worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[
+        :SHOWN
+    ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step}.jsonl"
     lines = [json.dumps({"index": i, "grad_norm": str(norms[i]), **describe(i)}) for i in worst]
@@ -53,7 +58,9 @@ def handle_bad_step(
     if on_bad_step == "stop":
         broken = sum(not torch.isfinite(local_part(p)).all() for p in optimizer.parameters)
         cause = (
-            f"{broken} weights are not finite themselves" if broken else "a lower optim.lr? --on-bad-step skip goes on"
+            f"{broken} weights are not finite themselves"
+            if broken
+            else "a lower optim.lr? --on-bad-step skip goes on"
         )
         raise ValueError(f"{what} ({cause})")
     logging.getLogger("hone").warning("%s; the step is skipped", what)

@@ -43,7 +43,9 @@ class Damaged(Exception):
 class Checkpoints:
     """Writes the checkpoints of a run beside its training; all ranks save together."""
 
-    def __init__(self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks) -> None:
+    def __init__(
+        self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks
+    ) -> None:
         self.run, self.optimizer, self.policy, self.ranks = run, optimizer, policy, ranks
         self._group: Any = None  # of messages between the ranks' writers, beside those of training
         self._thread: threading.Thread | None = None
@@ -52,12 +54,19 @@ class Checkpoints:
         self._due: tuple[int, bool] = 0, False  # whether one is due by time after that step
 
     def leave_run(
-        self, step: int, config: dict[str, Any], metrics: dict[str, float], progress: dict[str, Any] | None = None
+        self,
+        step: int,
+        config: dict[str, Any],
+        metrics: dict[str, float],
+        progress: dict[str, Any] | None = None,
     ) -> None:
         """Write the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
         self.wait_until_written()
         if self.policy is None:
-            raise Left(f"ended after step {step}, as asked; it cannot be resumed: ckpt is None", can_resume=False)
+            raise Left(
+                f"ended after step {step}, as asked; it cannot be resumed: ckpt is None",
+                can_resume=False,
+            )
         if step and not (self.run.checkpoints / f"step_{step}").exists():
             self._start_saving(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
@@ -77,17 +86,25 @@ class Checkpoints:
         return self._due[1]
 
     def save_if_due(
-        self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
+        self,
+        step: int,
+        is_last: bool,
+        config: dict[str, Any],
+        metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Begin to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
         if self.is_due(step, is_last):
             self._start_saving(step, is_last, config, metrics, progress)
 
     def _start_saving(
-        self, step: int, is_last: bool, config: dict[str, Any], metrics: dict[str, float],
+        self,
+        step: int,
+        is_last: bool,
+        config: dict[str, Any],
+        metrics: dict[str, float],
         progress: dict[str, Any] | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter
         from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
@@ -105,7 +122,9 @@ class Checkpoints:
         # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
         state, written = self.optimizer.state_tensors(), None
-        if self.optimizer.is_away:  # a copy would take as much of the machine's memory again: training waits
+        if (
+            self.optimizer.is_away
+        ):  # a copy would take as much of the machine's memory again: training waits
             save(state, storage_writer=writer, process_group=self._group)
         else:
             written = async_save(state, storage_writer=writer, process_group=self._group)
@@ -142,12 +161,18 @@ class Checkpoints:
         if self.run.command == "rl":
             (partial / "orchestrator").mkdir()
             write_progress(orchestrator, partial / "orchestrator")
-        files = {str(p.relative_to(partial)): _file_fingerprint(p) for p in sorted(partial.rglob("*")) if p.is_file()}
+        files = {
+            str(p.relative_to(partial)): _file_fingerprint(p)
+            for p in sorted(partial.rglob("*"))
+            if p.is_file()
+        }
         (partial / HEADER).write_text(json.dumps(header | {"files": files}, indent=2) + "\n")
         for path in (*(partial / name for name in files), partial / HEADER):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        shutil.rmtree(directory, ignore_errors=True)  # of a run that had gone further before it was resumed
+        shutil.rmtree(
+            directory, ignore_errors=True
+        )  # of a run that had gone further before it was resumed
         partial.rename(directory)
         found = steps_in(self.run.checkpoints)
         kept = to_keep(_read_metric(found, self.policy.keep_best, self.run.metrics), self.policy)
@@ -181,7 +206,9 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
         return []
     if isinstance(resume, str) and resume != "auto":
         if not (Path(resume) / HEADER).is_file():
-            raise ValueError(f"--resume {resume}: no checkpoint there; it is auto, never, or a checkpoints/step_N")
+            raise ValueError(
+                f"--resume {resume}: no checkpoint there; it is auto, never, or a checkpoints/step_N"
+            )
         return [Path(resume)]
     found = steps_in(run.checkpoints)
     if not found and resume == "auto" and run.has_weights():
@@ -204,7 +231,9 @@ def step_of(source: Path) -> int:
         return 0
 
 
-def restore_checkpoint(sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None) -> int:
+def restore_checkpoint(
+    sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None
+) -> int:
     """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
 
     Raises ValueError where the run would not be the same, and where all are damaged. All ranks restore together.
@@ -216,7 +245,9 @@ def restore_checkpoint(sources: list[Path], optimizer: Optimizer, config: Config
     device = optimizer.parameters[0].device
     at = ranks.all_reduce_max(at if ranks.is_first else 0, device)
     if sources and at == len(sources):
-        raise ValueError(f"--resume: none of {', '.join(map(str, sources))} is whole; start again with --clean")
+        raise ValueError(
+            f"--resume: none of {', '.join(map(str, sources))} is whole; start again with --clean"
+        )
     if not sources:
         return 0
     header = json.loads((sources[at] / HEADER).read_text())
@@ -260,7 +291,9 @@ def is_whole(source: Path) -> bool:
     try:
         read_header(source)
     except Damaged as error:
-        logging.getLogger("hone").warning("Checkpoint %s is damaged and passed over: %s", source, error)
+        logging.getLogger("hone").warning(
+            "Checkpoint %s is damaged and passed over: %s", source, error
+        )
         return False
     return True
 
@@ -307,7 +340,11 @@ def _read_metric(found: dict[int, Path], name: str | None, file: Path) -> dict[i
     """The value of a metric at each checkpoint: from its header, or from the rows of the run."""
     values: dict[int, float | None] = dict.fromkeys(found)
     if name is not None:
-        values |= {row["step"]: row[name] for row in read_rows(file) if row["step"] in found and name in row}
+        values |= {
+            row["step"]: row[name]
+            for row in read_rows(file)
+            if row["step"] in found and name in row
+        }
         for step, directory in found.items():
             own = json.loads((directory / HEADER).read_text())["metrics"].get(name)
             values[step] = values[step] if own is None else own

@@ -41,19 +41,27 @@ class Tokens:
     trainer_logprobs: Tensor
     sampler_logprobs: Tensor
     advantage: Tensor
-    log_ratio: Tensor  # trainer - sampler; with ratio_type "sequence" the mean over the token's sequence
+    log_ratio: (
+        Tensor  # trainer - sampler; with ratio_type "sequence" the mean over the token's sequence
+    )
     entropy: Tensor
     sequence: Tensor  # int64, which sequence each token is of
-    reference_logprobs: Tensor | None = None  # of the model that training started from, where needed
+    reference_logprobs: Tensor | None = (
+        None  # of the model that training started from, where needed
+    )
     teacher_logprobs: Tensor | None = None  # where the samples have them
 
 
-Term = tuple[Tensor, Tensor]  # a loss a token, and which tokens have one (the others are dropped or clipped)
+Term = tuple[
+    Tensor, Tensor
+]  # a loss a token, and which tokens have one (the others are dropped or clipped)
 
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
     """-r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling team 2025; PRIME-RL)."""
-    keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (t.log_ratio <= _log_bound(mask_ratio_high))
+    keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (
+        t.log_ratio <= _log_bound(mask_ratio_high)
+    )
     # Masked before the exponential: where a dropped ratio overflows, even 0 x its gradient would be NaN.
     kept = torch.where(keep, t.log_ratio, 0.0)
     return torch.where(keep, -kept.exp() * t.advantage + kl_tau * kept, 0.0), keep
@@ -104,7 +112,9 @@ def opd(t: Tokens, **keys: float) -> Term:
     return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
 
 
-LOSSES: dict[str, Callable[..., Term]] = {f.__name__: f for f in (mask, dppo, ppo, cispo, tis, sft, opd)}
+LOSSES: dict[str, Callable[..., Term]] = {
+    f.__name__: f for f in (mask, dppo, ppo, cispo, tis, sft, opd)
+}
 
 
 def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -136,8 +146,14 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
     asked = frozenset(getattr(function, "needs", ()))
     unknown = asked - set(get_args(Need))
     if unknown:
-        raise ValueError(f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}")
-    return Loss(config, plugins.with_keys(function, config.args, f"{key}.args"), config.required_inputs | asked)
+        raise ValueError(
+            f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}"
+        )
+    return Loss(
+        config,
+        plugins.with_keys(function, config.args, f"{key}.args"),
+        config.required_inputs | asked,
+    )
 
 
 @dataclass
@@ -174,9 +190,15 @@ def policy_loss(
         log_ratio_N = sequence_mean(log_ratio_N, sequence_N)
     entropy_N = torch.zeros_like(trainer_logprobs_N) if entropy_N is None else entropy_N
     tokens = Tokens(
-        trainer_logprobs_N, sampler_logprobs_N, advantage_N, log_ratio_N, entropy_N, sequence_N,
-        reference_logprobs_N, teacher_logprobs_N,
-    )  # fmt: skip
+        trainer_logprobs_N,
+        sampler_logprobs_N,
+        advantage_N,
+        log_ratio_N,
+        entropy_N,
+        sequence_N,
+        reference_logprobs_N,
+        teacher_logprobs_N,
+    )
     loss_N, keep_N = loss.function(tokens)
     reference_kl_N = None
     if reference_logprobs_N is not None:

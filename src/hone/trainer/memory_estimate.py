@@ -18,7 +18,9 @@ SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
 SHARE = 5  # the fifth part of a GPU's memory that more than FEW_TOKENS may take
 MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
-AT_ONCE = 2**25  # weights whose state in the machine's memory is on the device at a time (kernels/pinned_memory.py)
+AT_ONCE = (
+    2**25
+)  # weights whose state in the machine's memory is on the device at a time (kernels/pinned_memory.py)
 CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
 
 
@@ -45,16 +47,25 @@ class Estimate:
 
     def describe_estimate(self) -> str:
         parts = [
-            f"{field.name} {getattr(self, field.name) / 2**30:.2f}" for field in fields(self) if field.name != "host"
+            f"{field.name} {getattr(self, field.name) / 2**30:.2f}"
+            for field in fields(self)
+            if field.name != "host"
         ]
         away = f", and {self.host / 2**30:.2f} GiB of the machine's memory" if self.host else ""
         return f"{', '.join(parts)} GiB; at most {self.peak_bytes / 2**30:.2f} at once{away}"
 
 
 def estimate_step(
-    spec: ModelSpec, lora: LoRAConfig | None, optim: OptimConfig, tokens: int, itemsize: int, *,
-    recomputes: bool = False, has_reference: bool = False, is_split: bool = False,
-) -> Estimate:  # fmt: skip
+    spec: ModelSpec,
+    lora: LoRAConfig | None,
+    optim: OptimConfig,
+    tokens: int,
+    itemsize: int,
+    *,
+    recomputes: bool = False,
+    has_reference: bool = False,
+    is_split: bool = False,
+) -> Estimate:
     """Of a step whose micro-batches have up to so many tokens; `itemsize`: bytes of a weight.
 
     `has_reference`: a copy of the model is kept; `is_split`: there are several micro-batches, whose gradients add up.
@@ -62,20 +73,34 @@ def estimate_step(
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
     in_fp32 = 4 * trained if itemsize < 4 else 0
-    of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0  # the head's gradient adds up over parts
-    by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0  # one moment, not two
-    at_once = int(by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers))  # matrices that Muon moves together
-    rooms = min(trained - by_muon, AT_ONCE) * (4 * (itemsize < 4) + 2 * optim.moment_bytes)  # AdamW's
-    brought = 8 * at_once + rooms if optim.offload else 0  # masters and moments that come to the device meanwhile
+    of_head = (
+        spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
+    )  # the head's gradient adds up over parts
+    by_muon = (
+        trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0
+    )  # one moment, not two
+    at_once = int(
+        by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers)
+    )  # matrices that Muon moves together
+    rooms = min(trained - by_muon, AT_ONCE) * (
+        4 * (itemsize < 4) + 2 * optim.moment_bytes
+    )  # AdamW's
+    brought = (
+        8 * at_once + rooms if optim.offload else 0
+    )  # masters and moments that come to the device meanwhile
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
         weights=copies * itemsize,
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,
-        gradients=trained * itemsize + (in_fp32 if is_split else 4 * at_once * (itemsize < 4)) + brought,
+        gradients=trained * itemsize
+        + (in_fp32 if is_split else 4 * at_once * (itemsize < 4))
+        + brought,
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
-        logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head + (in_fp32 if is_split else 0),
+        logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2
+        + of_head
+        + (in_fp32 if is_split else 0),
     )
 
 
@@ -86,11 +111,16 @@ def estimate_rl(
     losses = [config.loss, *config.loss_of.values()]
     is_split = step_tokens > micro_batch_tokens or any(loss != config.loss for loss in losses)
     return estimate_step(
-        spec, config.lora, config.optim, min(step_tokens, micro_batch_tokens), itemsize,
-        recomputes=config.activation_checkpointing, is_split=is_split,
+        spec,
+        config.lora,
+        config.optim,
+        min(step_tokens, micro_batch_tokens),
+        itemsize,
+        recomputes=config.activation_checkpointing,
+        is_split=is_split,
         has_reference=not (config.lora and config.lora.keeps_reference)
         and any("reference" in loss.required_inputs for loss in losses),
-    )  # fmt: skip
+    )
 
 
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
@@ -107,13 +137,21 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
     feed-forward part keeps; with recomputing the block's input alone, and all of that for one block."""
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
-    kept = spec.num_hidden_layers * (2 * spec.hidden_size if recomputes else of_block) + recomputes * of_block
+    kept = (
+        spec.num_hidden_layers * (2 * spec.hidden_size if recomputes else of_block)
+        + recomputes * of_block
+    )
     return int(SLACK * kept * itemsize)
 
 
-def micro_batch_tokens(spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None) -> int:
+def micro_batch_tokens(
+    spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None
+) -> int:
     """How many tokens go through the model at once by default: FEW_TOKENS, on a GPU of so many bytes up to MANY_TOKENS,
     as far as their activations take a fifth of its memory at most."""
     if device_bytes is None:
         return FEW_TOKENS
-    return max(FEW_TOKENS, min(MANY_TOKENS, device_bytes // SHARE // token_bytes(spec, itemsize, recomputes)))
+    return max(
+        FEW_TOKENS,
+        min(MANY_TOKENS, device_bytes // SHARE // token_bytes(spec, itemsize, recomputes)),
+    )

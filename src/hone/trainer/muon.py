@@ -15,13 +15,19 @@ from hone.kernels.orthogonal import orthogonal
 from hone.trainer.sharding import as_part_of, gather_whole, local_part, part_of
 
 MOMENTUM = 0.95
-AT_ONCE = 16  # parameters that are given to a step together, since their updates are in memory together
+AT_ONCE = (
+    16  # parameters that are given to a step together, since their updates are in memory together
+)
 
 
 def step_muon(
-    weights: list[Tensor], grads: list[Tensor], momenta: list[Tensor], lr: float, weight_decay: float,
+    weights: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    lr: float,
+    weight_decay: float,
     splits: Sequence[Callable[[Tensor], list[Tensor]]],
-) -> None:  # fmt: skip
+) -> None:
     """Moves parameters. A parameter's `split` cuts it into the matrices stacked in it, which move each by itself.
 
     A weight and momentum that are split over ranks are taken with this rank's part of the gradient; collective then.

@@ -21,7 +21,9 @@ HALF = (torch.bfloat16, torch.float16)
 log = logging.getLogger("hone")
 
 
-def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int) -> float:
+def learning_rate(
+    optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int
+) -> float:
     """The rate of step `step` (from 1): linear warm-up, then the schedule down to min_lr, which a step after the last
     would have: at a rate of 0 the last step itself would change nothing."""
     if step <= schedule.warmup_steps:
@@ -31,7 +33,12 @@ def learning_rate(optim: OptimConfig, schedule: SchedulerConfig, step: int, max_
     done = min((before - schedule.warmup_steps) / span, 1.0)
     if schedule.type == "wsd":  # warm-up, stable, decay (Hu et al. 2024)
         done = min(
-            1.0, max(0.0, (before - max_steps * (1 - schedule.decay_fraction)) / (max_steps * schedule.decay_fraction))
+            1.0,
+            max(
+                0.0,
+                (before - max_steps * (1 - schedule.decay_fraction))
+                / (max_steps * schedule.decay_fraction),
+            ),
         )
     if schedule.type in ("linear", "wsd"):
         return optim.lr + (schedule.min_lr - optim.lr) * done
@@ -58,22 +65,32 @@ class Optimizer:
         self.names, self.parameters = list(trained), list(trained.values())
         half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
         self.by_muon = [
-            i for i, (name, p) in enumerate(trained.items())
+            i
+            for i, (name, p) in enumerate(trained.items())
             if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
-        ]  # fmt: skip
+        ]
         self.is_away = config.offload and self.device.type == "cuda"
         if self.is_away:
             self._check_offload(half, self.by_muon)
-        self.masters = [self._new_state(p, torch.float32, p) for p in self.parameters] if half else self.parameters
+        self.masters = (
+            [self._new_state(p, torch.float32, p) for p in self.parameters]
+            if half
+            else self.parameters
+        )
         is_short = config.state_dtype == "bfloat16"
-        kept = [torch.bfloat16 if is_short and i not in self.by_muon else m.dtype for i, m in enumerate(self.masters)]
+        kept = [
+            torch.bfloat16 if is_short and i not in self.by_muon else m.dtype
+            for i, m in enumerate(self.masters)
+        ]
         self.exp_avg = [self._new_state(m, d) for m, d in zip(self.masters, kept, strict=True)]
         self.exp_avg_sq = [  # Muon has none
             m.new_zeros(0) if i in self.by_muon else self._new_state(m, d)
             for i, (m, d) in enumerate(zip(self.masters, kept, strict=True))
         ]
         # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
-        self.is_own = is_short or self.is_away or (half and adamw.takes(local_part(self.masters[0])))
+        self.is_own = (
+            is_short or self.is_away or (half and adamw.takes(local_part(self.masters[0])))
+        )
         self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
@@ -83,29 +100,40 @@ class Optimizer:
         if self.is_own:
             kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
             tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
-            self.own = adamw.AdamW(tensors, [decay for members, decay in self.groups for _ in members])
+            self.own = adamw.AdamW(
+                tensors, [decay for members, decay in self.groups for _ in members]
+            )
         self._sums: list[Tensor] | None = None
 
     def _check_offload(self, half: bool, by_muon: list[int]) -> None:
         if self.ranks.count > 1:
-            raise ValueError(f"optim.offload is for one trainer process; there are {self.ranks.count}")
+            raise ValueError(
+                f"optim.offload is for one trainer process; there are {self.ranks.count}"
+            )
         of_masters, of_moments = 4 * half, 2 * self.config.moment_bytes
         wanted = sum(
-            p.numel() * (of_masters + (4 if i in by_muon else of_moments)) for i, p in enumerate(self.parameters)
+            p.numel() * (of_masters + (4 if i in by_muon else of_moments))
+            for i, p in enumerate(self.parameters)
         )
         if wanted > machine.usable_memory():
             raise ValueError(
                 f"optim.offload: the optimiser's state takes {wanted / 2**30:.1f} GiB, this machine has "
                 f"{machine.usable_memory() / 2**30:.1f} GiB of memory; optim.state_dtype = bfloat16 takes less"
             )
-        log.info("Locking %.1f GiB of this machine's memory for the optimiser's state", wanted / 2**30)
+        log.info(
+            "Locking %.1f GiB of this machine's memory for the optimiser's state", wanted / 2**30
+        )
 
     def _new_state(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
         """A part of the state in the shape of `like`, zeros or a value, where the state is kept."""
         if self.is_away:
             zeros = reachable_zeros(like.shape, dtype)
             return zeros if value is None else zeros.copy_(value.detach())
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False) if value is None else value.detach().to(dtype)
+        return (
+            torch.zeros_like(like, dtype=dtype, requires_grad=False)
+            if value is None
+            else value.detach().to(dtype)
+        )
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
@@ -143,7 +171,9 @@ class Optimizer:
         self.clear_gradients()
         if not self.is_own:
             self.follow_masters()
-        torch.autograd.graph.increment_version(self.parameters)  # the fused kernels leave them uncounted
+        torch.autograd.graph.increment_version(
+            self.parameters
+        )  # the fused kernels leave them uncounted
         return norm
 
     @torch.no_grad()
@@ -164,7 +194,9 @@ class Optimizer:
     def _muon_step(self, which: list[int], grads: list[Tensor], lr: float, scale: float) -> None:
         moved = [grads[i].float() * scale if self.is_own else grads[i] for i in which]
         splits = [partial(split_rows, self.spec, self.names[i]) for i in which]
-        with brought([*(self.masters[i] for i in which), *(self.exp_avg[i] for i in which)], self.device) as there:
+        with brought(
+            [*(self.masters[i] for i in which), *(self.exp_avg[i] for i in which)], self.device
+        ) as there:
             masters, momenta = there[: len(which)], there[len(which) :]
             muon.step_muon(masters, moved, momenta, lr, self.config.weight_decay, splits)
             if self.is_own and self.masters is not self.parameters:
@@ -176,18 +208,33 @@ class Optimizer:
         beta1, beta2 = self.config.betas
         for members, weight_decay in self.groups:
             masters, exp_avg, exp_avg_sq = (
-                [local_part(values[i]) for i in members] for values in (self.masters, self.exp_avg, self.exp_avg_sq)
+                [local_part(values[i]) for i in members]
+                for values in (self.masters, self.exp_avg, self.exp_avg_sq)
             )
             steps = [self.steps[i] for i in members]
             torch._foreach_add_(steps, 1)
             torch._fused_adamw_(
-                masters, [grads[i] for i in members], exp_avg, exp_avg_sq, [], steps, lr=lr, beta1=beta1, beta2=beta2,
-                weight_decay=weight_decay, eps=1e-8, amsgrad=False, maximize=False,
-            )  # fmt: skip
+                masters,
+                [grads[i] for i in members],
+                exp_avg,
+                exp_avg_sq,
+                [],
+                steps,
+                lr=lr,
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=weight_decay,
+                eps=1e-8,
+                amsgrad=False,
+                maximize=False,
+            )
 
     def local_gradients(self) -> list[Tensor]:
         """This rank's part of each; zeros where there is none."""
-        return [torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad) for p in self.parameters]
+        return [
+            torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad)
+            for p in self.parameters
+        ]
 
     def gradient_norm(self, grads: list[Tensor]) -> float:
         """Of all gradients together."""
@@ -205,8 +252,17 @@ class Optimizer:
         """Everything that a resume needs, by name."""
         if self.is_away:
             torch.cuda.synchronize(self.device)  # the CPU will read what the GPU writes
-        kinds = {"master": self.masters, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.steps}
-        named = {f"{kind}.{n}": t.detach() for kind, ts in kinds.items() for n, t in zip(self.names, ts, strict=True)}
+        kinds = {
+            "master": self.masters,
+            "exp_avg": self.exp_avg,
+            "exp_avg_sq": self.exp_avg_sq,
+            "step": self.steps,
+        }
+        named = {
+            f"{kind}.{n}": t.detach()
+            for kind, ts in kinds.items()
+            for n, t in zip(self.names, ts, strict=True)
+        }
         return {name: tensor for name, tensor in named.items() if tensor.numel()}
 
     @torch.no_grad()
@@ -219,9 +275,13 @@ class Optimizer:
 def _total_norm(grads: list[Tensor]) -> Tensor:
     """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
     if grads[0].device.type != "cpu":
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)))
+        return torch.linalg.vector_norm(
+            torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))
+        )
     grads = _to_float32(grads)
-    rows = [torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads]
+    rows = [
+        torch.linalg.vector_norm(x.flatten(1) if x.dim() > 1 else x[:, None], dim=1) for x in grads
+    ]
     return torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64).to(grads[0].dtype)
 
 

@@ -48,10 +48,14 @@ class Packed:
 
     def target_hidden(self, model: Transformer) -> Tensor:
         """Hidden states that predict the targets, N x D; no other position leaves the last block."""
-        hidden_KD = model(self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K)
+        hidden_KD = model(
+            self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K
+        )
         if self.row_N is None:
             return hidden_KD
-        return F.embedding(self.row_N, hidden_KD)  # its gradient adds up in one order, index_select's on a GPU does not
+        return F.embedding(
+            self.row_N, hidden_KD
+        )  # its gradient adds up in one order, index_select's on a GPU does not
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
         """What the targets have of values of all tokens, N. Does not wait for what the device is doing."""
@@ -76,10 +80,14 @@ class Packed:
     ) -> Tensor:
         """The sum of `loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
-        return head_loss(hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient)
+        return head_loss(
+            hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient
+        )
 
 
-def pack_sequences(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
+def pack_sequences(
+    ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
+) -> Packed:
     """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
@@ -88,8 +96,12 @@ def pack_sequences(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.devi
     tokens, following = flat[source], np.delete(flat, ends - lengths)
     keep = np.flatnonzero(np.delete(flatten_rows(masks, bool), ends - lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
-    tokens_T, keep_K, targets_N, sequence_N = _to_tensors(device, tokens, keep, following[keep], sequence)
-    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1)
+    tokens_T, keep_K, targets_N, sequence_N = _to_tensors(
+        device, tokens, keep, following[keep], sequence
+    )
+    return Packed(
+        attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1
+    )
 
 
 def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
@@ -104,14 +116,19 @@ def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
     return tuple(np.asarray(ids[: int(np.argmax(mask))]).tolist())
 
 
-def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu") -> Packed:
+def pack_shared(
+    ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
+) -> Packed:
     """Like `pack`, with the prompt that neighbouring sequences share laid down and computed once.
 
     Needs a target in every sequence, not as its first token. Same logits and gradients, in fewer tokens.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
-    shared, leader = np.zeros_like(lengths), np.arange(len(lengths))  # tokens that another has laid down, and who
+    shared, leader = (
+        np.zeros_like(lengths),
+        np.arange(len(lengths)),
+    )  # tokens that another has laid down, and who
     prompts: list[int] = []
     completions: list[list[int]] = []  # input tokens beyond the prompt
     for prompt, run in groupby(range(len(ids)), key=lambda i: prompt_of(ids[i], masks[i])):
@@ -124,7 +141,9 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
             prompts.append(len(ids[first]) - 1)
             completions.append([])
     if max(map(max, filter(None, completions)), default=0) == 0:
-        return pack_sequences(ids, masks, device)  # nothing is shared, or nothing but prompts goes in
+        return pack_sequences(
+            ids, masks, device
+        )  # nothing is shared, or nothing but prompts goes in
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     at = np.arange(len(sequence)) - starts[sequence]
     is_input = (at >= shared[sequence]) & (at < lengths[sequence] - 1)
@@ -137,7 +156,12 @@ def pack_shared(ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device 
     is_kept[rows] = True
     attention, source = PackedAttention(prompts, device, completions), np.flatnonzero(is_input)
     tokens_T, keep_K, row_N, targets_N, sequence_N = _to_tensors(
-        device, flat[source], np.flatnonzero(is_kept), (np.cumsum(is_kept) - 1)[rows], flat[target], of
+        device,
+        flat[source],
+        np.flatnonzero(is_kept),
+        (np.cumsum(is_kept) - 1)[rows],
+        flat[target],
+        of,
     )
     return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source, target)
 
@@ -167,7 +191,9 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return _split_evenly(split_by_budget, budget)
 
 
-def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int) -> list[list[int]]:
+def split_by_prompt(
+    prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int
+) -> list[list[int]]:
     """Like `split_by_tokens`, with sequences of the same prompt side by side and a shared prompt counted once."""
     first: dict[tuple[int, ...], int] = {}
     group = [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
@@ -188,15 +214,22 @@ def split_by_prompt(prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], 
     return _split_evenly(split_by_budget, budget)
 
 
-def share_by_prompt(ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]) -> list[int]:
+def share_by_prompt(
+    ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]
+) -> list[int]:
     """Indices of this rank's sequences. Those of a prompt stay together where that gives no rank more to do."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         groups[prompt].append(i)
     best, least, pieces = list(range(len(lengths))), math.inf, 1
     while ranks.count > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
-        parts = [group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))]
-        costs = [sum(lengths[i] - len(prompts[i]) for i in part) + len(prompts[part[0]]) for part in parts]
+        parts = [
+            group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))
+        ]
+        costs = [
+            sum(lengths[i] - len(prompts[i]) for i in part) + len(prompts[part[0]])
+            for part in parts
+        ]
         mine, most = ranks.balanced_shares(costs)
         if most < least:
             best, least = sorted(i for k in mine for i in parts[k]), most

@@ -10,9 +10,15 @@ import torch
 from torch import nn
 
 PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "5090": 209e12, "4090": 165e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "5090": 209e12,
+    "4090": 165e12,
     "3090": 71e12,
-}  # fmt: skip
+}
 
 
 class Laps:
@@ -69,7 +75,9 @@ def peak_memory_gib(device: torch.device) -> float:
 WARM_UP = 3  # steps before those that are measured
 
 
-def print_bench(name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]) -> None:
+def print_bench(
+    name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]
+) -> None:
     """A table of measured steps (their metrics), and of the shares of what they did."""
     from rich.console import Console
     from rich.table import Table
@@ -78,14 +86,20 @@ def print_bench(name: str, model: nn.Module, steps: list[dict[str, float]], seco
         return float(np.median([values[name] for values in steps]))
 
     parameters = list(model.parameters())
-    millions, dtype = sum(p.numel() for p in parameters) / 1e6, str(parameters[0].dtype).removeprefix("torch.")
+    millions, dtype = (
+        sum(p.numel() for p in parameters) / 1e6,
+        str(parameters[0].dtype).removeprefix("torch."),
+    )
     print(f"{name}: {millions:.1f}M parameters, {dtype} on {parameters[0].device}")
     table = Table(show_header=False)
     table.add_row("tokens a step", f"{median_of('progress/tokens'):,.0f}")
     table.add_row("seconds a step", f"{median_of('time/step'):.4f}")
     table.add_row("tokens/s", f"{median_of('perf/throughput'):,.0f}")
     table.add_row(
-        "MFU", f"{median_of('perf/mfu'):.1%}" if "perf/mfu" in steps[0] else "n/a (no rate known for this device)"
+        "MFU",
+        f"{median_of('perf/mfu'):.1%}"
+        if "perf/mfu" in steps[0]
+        else "n/a (no rate known for this device)",
     )
     table.add_row("peak memory", f"{steps[-1]['perf/peak_memory']:.1f} GiB")
     for name, value in seconds.items():

@@ -32,11 +32,18 @@ def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
     dtype = model.embed.weight.dtype
     mesh = init_device_mesh(device.type, (ranks.count,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for parameter in model.parameters():  # the optimiser's fp32 masters; what adapters keep beside stays in its dtype
+    for parameter in (
+        model.parameters()
+    ):  # the optimiser's fp32 masters; what adapters keep beside stays in its dtype
         parameter.data = parameter.data.float()
-    for part in (*model.blocks, model):  # the last one is what the blocks left: embedding, final norm, head
+    for part in (
+        *model.blocks,
+        model,
+    ):  # the last one is what the blocks left: embedding, final norm, head
         fully_shard(part, mesh=mesh, mp_policy=policy)
-        part.set_gradient_divide_factor(1.0)  # losses are shares of the whole batch's: a sum is wanted, not a mean
+        part.set_gradient_divide_factor(
+            1.0
+        )  # losses are shares of the whole batch's: a sum is wanted, not a mean
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
 
 
@@ -62,7 +69,9 @@ def as_part_of(part: Tensor, like: Any) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+    )
 
 
 def part_of(x: Tensor, like: Any) -> Tensor:
@@ -105,22 +114,32 @@ class Export:
         return self._copy
 
     def save_model(
-        self, source: Path, where: Callable[[], Path], base: str, adapter_alone: bool = False,
-        write_more: Callable[[Path], None] | None = None, chat_template: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        source: Path,
+        where: Callable[[], Path],
+        base: str,
+        adapter_alone: bool = False,
+        write_more: Callable[[Path], None] | None = None,
+        chat_template: str | None = None,
+    ) -> None:
         """Write the model as a directory in HF format, in it the adapter if there is one (lora_adapters/); or the
         adapter alone. `write_more` adds to the directory before it appears; a `chat_template` replaces the source's.
 
         Collective; the first rank writes, and alone asks `where`.
         """
-        model, adapter = None if adapter_alone else self(), {} if self.lora_config is None else self.adapter_tensors()
+        model, adapter = (
+            None if adapter_alone else self(),
+            {} if self.lora_config is None else self.adapter_tensors(),
+        )
         if not self.ranks.is_first:
             return
         with appearing_directory(where()) as partial:
             if model is not None:
                 write_model(model, source, partial, chat_template=chat_template)
             if self.lora_config is not None:
-                self.write_adapter(base, adapter, partial if adapter_alone else partial / "lora_adapters")
+                self.write_adapter(
+                    base, adapter, partial if adapter_alone else partial / "lora_adapters"
+                )
             if write_more is not None:
                 write_more(partial)
 

@@ -17,16 +17,27 @@ from hone.trainer.sharding import Export
 
 
 def save_weights(
-    export: Export, run: RunDirectory, step: int, max_steps: int, loaded: Loaded, base: str, values: dict[str, float]
+    export: Export,
+    run: RunDirectory,
+    step: int,
+    max_steps: int,
+    loaded: Loaded,
+    base: str,
+    values: dict[str, float],
 ) -> None:
     """Collective; the first rank writes. `base`: the name of the model that was trained; `values`: the step's own."""
     where, alone, more = partial(run.weights_for, step), False, None
     if run.layout == "trainer":
-        alone, more = export.lora_config is not None, partial(write_state, run.metrics, step, max_steps, values)
+        alone, more = (
+            export.lora_config is not None,
+            partial(write_state, run.metrics, step, max_steps, values),
+        )
     export.save_model(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
 
 
-def write_state(metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path) -> None:
+def write_state(
+    metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path
+) -> None:
     """trainer_state.json as transformers' TrainerState reads it: where training is, and what was told of each step."""
     rows: dict[int, dict[str, Any]] = {}
     for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own

@@ -35,7 +35,12 @@ class AdapterSender(Sender):
 
 class AdapterReceiver(Receiver):
     def receive_version(
-        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+        self,
+        message: Message,
+        version: int,
+        place: Path,
+        into: Tensors,
+        arrived: Arrived = ignore_arrivals,
     ) -> None:
         load_weights(into, place.parent / BASE)
         merge_adapter(into, place)

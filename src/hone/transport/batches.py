@@ -72,10 +72,18 @@ class FileBatches(Batches):
         if known:
             arrays["has_teacher"] = np.array([s.teacher_logprobs is not None for s in samples])
             arrays["teacher_logprobs"] = np.concatenate(known)
-        save_file(arrays, place / BATCH, metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)})
+        save_file(
+            arrays,
+            place / BATCH,
+            metadata={"run": self.run, "step": str(batch.step), "envs": json.dumps(envs)},
+        )
 
     def take(self, step: int) -> Batch | None:
-        return read_batch(self._steps.path_of(step) / BATCH, self.run) if step in self._steps.list_numbers() else None
+        return (
+            read_batch(self._steps.path_of(step) / BATCH, self.run)
+            if step in self._steps.list_numbers()
+            else None
+        )
 
     def acknowledge(self, step: int) -> None:
         (self._steps.path_of(step) / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
@@ -99,11 +107,17 @@ def read_batch(file: Path, run: str) -> Batch | None:
         lengths = np.where(arrays["has_teacher"], arrays["lengths"], 0)
         parts = np.split(arrays["teacher_logprobs"], np.cumsum(lengths)[:-1])
         has = arrays["has_teacher"].tolist()
-        columns["teacher_logprobs"] = [x if there else None for x, there in zip(parts, has, strict=True)]
+        columns["teacher_logprobs"] = [
+            x if there else None for x, there in zip(parts, has, strict=True)
+        ]
     if "routing" in arrays:
         columns["routing"] = np.split(arrays["routing"], np.cumsum(arrays["lengths"] - 1)[:-1])
     each = zip(*columns.values(), strict=True)
-    samples = [Sample(**dict(zip(columns, values, strict=True))) for values in each] if len(arrays["lengths"]) else []
+    samples = (
+        [Sample(**dict(zip(columns, values, strict=True))) for values in each]
+        if len(arrays["lengths"])
+        else []
+    )
     return Batch(int(header["step"]), samples)
 
 

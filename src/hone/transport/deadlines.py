@@ -21,7 +21,9 @@ class Beside:
 
     def __init__(self) -> None:
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run_thread, name=type(self).__name__.lower(), daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_thread, name=type(self).__name__.lower(), daemon=True
+        )
 
     def __enter__(self) -> None:
         self._thread.start()
@@ -78,7 +80,10 @@ class PulseOf:
 
     def is_silent(self) -> bool:
         """Whether nothing changed for long enough to call it dead."""
-        return not self.is_beating() and time.monotonic() - (self._changed or self._since) > machine.silence_seconds()
+        return (
+            not self.is_beating()
+            and time.monotonic() - (self._changed or self._since) > machine.silence_seconds()
+        )
 
     def is_dead(self) -> bool:
         """Whether it has been silent for too long to come back."""
@@ -132,7 +137,9 @@ class Wait:
         """True about once a second: the time for checks that cost more than a look."""
         now = time.monotonic()
         if now - self.start > self.seconds:
-            raise ConnectionError(f"waited {self.seconds:.0f} s for {self.what}{self.hint and '; ' + self.hint}")
+            raise ConnectionError(
+                f"waited {self.seconds:.0f} s for {self.what}{self.hint and '; ' + self.hint}"
+            )
         if now - self.reminded > REMIND:
             self.reminded = now
             self.log.info("Waiting for %s (%.0f s so far)", self.what, now - self.start)
@@ -141,7 +148,9 @@ class Wait:
         return is_due
 
 
-def wait_for(wait: Wait, ready: Callable[[], T | None], each_second: Callable[[], None] = lambda: None) -> T:
+def wait_for(
+    wait: Wait, ready: Callable[[], T | None], each_second: Callable[[], None] = lambda: None
+) -> T:
     """What `ready` gives once it is not None. `each_second` may raise for what makes waiting vain."""
     while True:
         value = ready()

@@ -19,6 +19,11 @@ class FileSender(Sender):
 
 class FileReceiver(Receiver):
     def receive_version(
-        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+        self,
+        message: Message,
+        version: int,
+        place: Path,
+        into: Tensors,
+        arrived: Arrived = ignore_arrivals,
     ) -> None:
         load_weights(into, place)

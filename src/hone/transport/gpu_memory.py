@@ -56,7 +56,9 @@ class Owned:
 
 def open_memory(words: dict[str, Any]) -> dict[str, Tensor]:
     """The owner's tensors, as this process's present GPU reaches them."""
-    return tensors_in(opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"])
+    return tensors_in(
+        opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"]
+    )
 
 
 def opened_memory(words: dict[str, Any], device: torch.device) -> Tensor:
@@ -91,7 +93,9 @@ class Stamp:
     def change_version(self, version: int, seconds: float) -> Iterator[bool]:
         """While the contents become another version, and are none if that fails: waits until nobody reads them, so
         many seconds at most, or not at all where that was in vain the last time; gives whether nobody reads them."""
-        self._was_alone = _acquire_lock(self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0)
+        self._was_alone = _acquire_lock(
+            self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0
+        )
         try:
             self._write_version(NONE)
             yield self._was_alone

@@ -49,8 +49,13 @@ from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, 
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
-TIMEOUT, CONNECT = timedelta(seconds=120), timedelta(seconds=10)  # of one transfer; until the other side is there
-IDLE = timedelta(days=20)  # that the sender waits for somebody to ask before it waits again; torch warns of each
+TIMEOUT, CONNECT = (
+    timedelta(seconds=120),
+    timedelta(seconds=10),
+)  # of one transfer; until the other side is there
+IDLE = timedelta(
+    days=20
+)  # that the sender waits for somebody to ask before it waits again; torch warns of each
 COPIED = 20.0  # seconds in which a server of the same machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIGEST = 64  # characters of a signature
@@ -106,19 +111,27 @@ class NetworkSender(Sender):
         try:
             sock = socket.create_server((self.host, 0))
         except OSError as error:
-            raise ValueError(f"weight_broadcast.host {self.host}: cannot be listened on: {error.strerror}") from None
+            raise ValueError(
+                f"weight_broadcast.host {self.host}: cannot be listened on: {error.strerror}"
+            ) from None
         self.source = f"{self.host}:{sock.getsockname()[1]}"
         # The store would listen everywhere: it is given a socket that does not.
         self._store = distributed.TCPStore(
-            self.host, sock.getsockname()[1], is_master=True, wait_for_workers=False, timeout=IDLE,
+            self.host,
+            sock.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=IDLE,
             master_listen_fd=sock.detach(),
-        )  # fmt: skip
+        )
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        with self._stamp.change_version(NONE, COPIED):  # whoever reads the snapshot has it before it is gone
+        with self._stamp.change_version(
+            NONE, COPIED
+        ):  # whoever reads the snapshot has it before it is gone
             pass
         port = int(self.source.rpartition(":")[2])
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push(
@@ -133,7 +146,13 @@ class NetworkSender(Sender):
         assert self._snapshot is not None
         dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
         gpu = {"gpu": gpu_of(device), "machine": machine_of()} if device.type == "cuda" else {}
-        return {"type": "nccl", "source": self.source, "dtype": dtype, "secret": self.secret.key.hex(), **gpu}
+        return {
+            "type": "nccl",
+            "source": self.source,
+            "dtype": dtype,
+            "secret": self.secret.key.hex(),
+            **gpu,
+        }
 
     @torch.no_grad()
     def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
@@ -144,14 +163,19 @@ class NetworkSender(Sender):
                 if not is_alone:
                     said = "Version %d replaces one that somebody has been reading for more than %.0f s"
                     self.log.warning(said, version, COPIED)
-                torch._foreach_copy_([self._snapshot.tensors[name] for name in tensors], list(tensors.values()))
+                torch._foreach_copy_(
+                    [self._snapshot.tensors[name] for name in tensors], list(tensors.values())
+                )
                 if self._snapshot.memory.is_cuda:
                     torch.cuda.current_stream().synchronize()  # others have streams of their own
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
     def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:
         deadline = time.monotonic() + TIMEOUT.total_seconds()
-        while any(version < self._stamp.version for version in self._taken.values()) and is_waited_for():
+        while (
+            any(version < self._stamp.version for version in self._taken.values())
+            and is_waited_for()
+        ):
             if time.monotonic() > deadline:
                 self.log.warning("Not every server has taken version %d", self._stamp.version)
                 return
@@ -174,7 +198,9 @@ class NetworkSender(Sender):
             try:
                 self._answer_request(**asked | {"name": name, "version": version})
             except Exception as error:  # it died, or the line did; it will ask again
-                self.log.warning("Version %d did not reach server %s: %s", asked["version"], asked["name"], error)
+                self.log.warning(
+                    "Version %d did not reach server %s: %s", asked["version"], asked["name"], error
+                )
                 self._pairs.pop(asked["name"], None)
 
     def _describe_memory(self) -> dict[str, Any]:
@@ -188,7 +214,9 @@ class NetworkSender(Sender):
     def _publish_key(self, key: str, text: str) -> None:
         self._store.set(self.secret.key_name(key), self.secret.sign_message(key, text))
 
-    def _answer_request(self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu") -> None:
+    def _answer_request(
+        self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu"
+    ) -> None:
         """`device`: that of the server."""
         with self._lock:
             if what == TAKEN:
@@ -201,7 +229,9 @@ class NetworkSender(Sender):
                 assert self._snapshot is not None
                 memory = self._snapshot.memory
                 if name not in self._pairs:
-                    self._pairs[name] = create_pair(self._store, self.secret.key_name(name), 0, torch.device(device))
+                    self._pairs[name] = create_pair(
+                        self._store, self.secret.key_name(name), 0, torch.device(device)
+                    )
                 for _, first, end in group_tensors(self._snapshot.layout, len(memory)):
                     part = memory[first:end].cpu() if device == "cpu" else memory[first:end]
                     start_transfer(self._pairs[name], "send", part)()
@@ -227,10 +257,14 @@ class _Shown:
         if arrivals.layout != self.layout:
             rows = self.layout + arrivals.layout
             name = min(row[0] for row in rows if rows.count(row) == 1)
-            raise ValueError(f"the trainer's weights are of another model than this server's: {name} differs")
+            raise ValueError(
+                f"the trainer's weights are of another model than this server's: {name} differs"
+            )
         if self._is_here:
             found = tensors_in(self.memory, self.layout)
-            torch._foreach_copy_(list(arrivals.into.values()), [found[name] for name in arrivals.into])
+            torch._foreach_copy_(
+                list(arrivals.into.values()), [found[name] for name in arrivals.into]
+            )
         else:
             arrivals.take_portions(self._start_copy, arrived)
         if self.memory.is_cuda:
@@ -273,13 +307,22 @@ class NetworkReceiver(Receiver):
 
     @torch.no_grad()
     def receive_version(
-        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+        self,
+        message: Message,
+        version: int,
+        place: Path,
+        into: Tensors,
+        arrived: Arrived = ignore_arrivals,
     ) -> None:
         source, dtype = message["source"], DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
             trainer, key = self._trainer, bytes.fromhex(message.get("secret", ""))
-            if trainer is None or (trainer.source, trainer.device, trainer.secret.key) != (source, device, key):
+            if trainer is None or (trainer.source, trainer.device, trainer.secret.key) != (
+                source,
+                device,
+                key,
+            ):
                 host, _, port = source.rpartition(":")
                 store = distributed.TCPStore(host, int(port), is_master=False, timeout=CONNECT)
                 store.set_timeout(TIMEOUT)
@@ -292,34 +335,50 @@ class NetworkReceiver(Receiver):
                 trainer.pair = trainer.pair or create_pair(
                     trainer.store, trainer.secret.key_name(self._name), 1, device
                 )
-                self._arrivals.take_portions(lambda _, room: start_transfer(trainer.pair, "recv", room), arrived)
+                self._arrivals.take_portions(
+                    lambda _, room: start_transfer(trainer.pair, "recv", room), arrived
+                )
                 return
             with shown.stamp.hold_version(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
                 shown.copy_weights(self._arrivals, arrived)
-            with suppress(distributed.DistError):  # it is here, whether the trainer gets to know that or not
+            with suppress(
+                distributed.DistError
+            ):  # it is here, whether the trainer gets to know that or not
                 self._send_request(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
             self._trainer = None
-            raise ValueError(f"weights could not be had from {source}: {str(error).splitlines()[0]}") from None
+            raise ValueError(
+                f"weights could not be had from {source}: {str(error).splitlines()[0]}"
+            ) from None
 
     def _send_request(self, trainer: _Trainer, what: str, version: int) -> None:
         said = {"name": self._name, "number": self._asked, "version": version, "what": what}
         text = json.dumps(said | {"device": trainer.device.type})
-        trainer.store.queue_push(trainer.secret.key_name("asks"), trainer.secret.sign_message("asks", text))
+        trainer.store.queue_push(
+            trainer.secret.key_name("asks"), trainer.secret.sign_message("asks", text)
+        )
 
     def _request_version(self, trainer: _Trainer, what: str, version: int) -> None:
         """Returns when the trainer has answered that this is the version it has."""
         self._asked += 1
         self._send_request(trainer, what, version)
-        unless_superseded(version, int(self._read_key(trainer, f"answer/{self._name}/{self._asked}")))
+        unless_superseded(
+            version, int(self._read_key(trainer, f"answer/{self._name}/{self._asked}"))
+        )
 
     def _read_key(self, trainer: _Trainer, key: str) -> str:
         return trainer.secret.verify_message(key, trainer.store.get(trainer.secret.key_name(key)))
 
-    def _open_shared_memory(self, trainer: _Trainer, message: Message, version: int) -> _Shown | None:
+    def _open_shared_memory(
+        self, trainer: _Trainer, message: Message, version: int
+    ) -> _Shown | None:
         """The trainer's memory, if it is on a GPU of the same machine and can be read."""
-        if trainer.shown is None and not trainer.is_out_of_reach and is_near(message, trainer.device):
+        if (
+            trainer.shown is None
+            and not trainer.is_out_of_reach
+            and is_near(message, trainer.device)
+        ):
             self._request_version(trainer, SHOW, version)
             words = json.loads(self._read_key(trainer, f"memory/{self._name}"))
             try:
@@ -329,14 +388,19 @@ class NetworkReceiver(Receiver):
                     raise  # NCCL has no pair of processes on one GPU
                 trainer.is_out_of_reach = True
                 why = str(error).splitlines()[0]
-                log.info("The trainer's memory cannot be read from here, so it sends its weights (%s)", why)
+                log.info(
+                    "The trainer's memory cannot be read from here, so it sends its weights (%s)",
+                    why,
+                )
         return trainer.shown
 
 
 def is_near(message: Message, device: torch.device) -> bool:
     """Whether a GPU of the trainer is on this GPU's machine."""
     own = {"machine": machine_of(), "gpu": gpu_of(device)}
-    return device.type == "cuda" and any(value and message.get(key) == value for key, value in own.items())
+    return device.type == "cuda" and any(
+        value and message.get(key) == value for key, value in own.items()
+    )
 
 
 def unless_superseded(version: int, newest: int) -> None:
@@ -353,12 +417,20 @@ class _Arrivals:
         self.layout, self._size = layout_of(into, dtype)
 
     @cached_property
-    def _list_parts(self) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
+    def _list_parts(
+        self,
+    ) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
         """Of each portion where it is in the trainer's snapshot, the memory where it arrives, by turns in one of two
         rooms, the tensors that it then is, by name, and those that it is copied to."""
         parts = list(group_tensors(self.layout, self._size))
-        sizes, device = [end - first for _, first, end in parts], next(iter(self.into.values())).device
-        rooms = [torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device) for k in (0, 1)]
+        sizes, device = (
+            [end - first for _, first, end in parts],
+            next(iter(self.into.values())).device,
+        )
+        rooms = [
+            torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device)
+            for k in (0, 1)
+        ]
         found = []
         for k, (layout, first, end) in enumerate(parts):
             arrived = tensors_in(rooms[k % 2], layout)
@@ -366,7 +438,9 @@ class _Arrivals:
             found.append((slice(first, end), rooms[k % 2][: sizes[k]], arrived, places))
         return found
 
-    def take_portions(self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived) -> None:
+    def take_portions(
+        self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived
+    ) -> None:
         """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
         while the one before it is copied."""
         waits = [moving(part, room) for part, room, *_ in self._list_parts[:1]]
@@ -390,7 +464,9 @@ def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]
             begin = i
 
 
-def start_transfer(group: Any, what: Literal["send", "recv"], memory: torch.Tensor) -> Callable[[], None]:
+def start_transfer(
+    group: Any, what: Literal["send", "recv"], memory: torch.Tensor
+) -> Callable[[], None]:
     """Begins it, to or from the other of a pair; what it gives waits for the end. As a group of one: NCCL makes no
     communicator beside the pair's for that."""
     one, other = getattr(group, what), 1 - group.rank()
@@ -408,4 +484,6 @@ def create_pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return distributed.ProcessGroupNCCL(named, rank, 2, options)
-    return distributed.ProcessGroupGloo(named, rank, 2, CONNECT)  # else one that is gone keeps others waiting
+    return distributed.ProcessGroupGloo(
+        named, rank, 2, CONNECT
+    )  # else one that is gone keeps others waiting

@@ -30,18 +30,25 @@ class Trained:
         file = directory / f"trainer.{rank}.safetensors"
         partial = file.with_suffix(".partial")
         counts = [sample.target_count for sample in self.samples]
-        of_each = np.array([(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)], dtype=np.int64)
+        of_each = np.array(
+            [(s.group, s.member, n) for s, n in zip(self.samples, counts, strict=True)],
+            dtype=np.int64,
+        )
         arrays: dict[str, NDArray[Any]] = {
             "samples": of_each.reshape(-1, 3),
             "logprobs": self.logprobs,
             "is_masked": self.is_masked,
         }
         save_file(arrays, partial)
-        partial.chmod(directory.stat().st_mode & 0o666)  # safetensors writes files that nobody else may read
+        partial.chmod(
+            directory.stat().st_mode & 0o666
+        )  # safetensors writes files that nobody else may read
         partial.replace(file)
 
 
-Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]  # of the samples of a rollout, in their order
+Seen = list[
+    tuple[NDArray[np.float32], NDArray[np.bool_]]
+]  # of the samples of a rollout, in their order
 
 
 def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:

@@ -11,10 +11,16 @@ from hone.transport.files import FileReceiver, FileSender
 from hone.transport.network import NetworkReceiver, NetworkSender
 from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
-RECEIVERS: dict[str, type[Receiver]] = {"filesystem": FileReceiver, "adapter": AdapterReceiver, "nccl": NetworkReceiver}
+RECEIVERS: dict[str, type[Receiver]] = {
+    "filesystem": FileReceiver,
+    "adapter": AdapterReceiver,
+    "nccl": NetworkReceiver,
+}
 
 
-def make_sender(config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger) -> Sender:
+def make_sender(
+    config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger
+) -> Sender:
     """`write_adapter` writes the tensors of the adapter that is trained as files, where one is."""
     match config:
         case NcclConfig():
@@ -30,7 +36,12 @@ class Receivers:
         self._kinds: dict[str, Receiver] = {}
 
     def receive_version(
-        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+        self,
+        message: Message,
+        version: int,
+        place: Path,
+        into: Tensors,
+        arrived: Arrived = ignore_arrivals,
     ) -> None:
         """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive`."""
         kind = message.get("type", "")

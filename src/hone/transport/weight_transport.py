@@ -59,7 +59,12 @@ class Receiver(ABC):
 
     @abstractmethod
     def receive_version(
-        self, message: Message, version: int, place: Path, into: Tensors, arrived: Arrived = ignore_arrivals
+        self,
+        message: Message,
+        version: int,
+        place: Path,
+        into: Tensors,
+        arrived: Arrived = ignore_arrivals,
     ) -> None:
         """Fills the tensors with a version. Raises Superseded, and ValueError where it cannot be had.
 

@@ -27,9 +27,16 @@ from hone.records import ContextFull, Sampling, Turn
 
 # Keys that would change what is sampled, with the values that ask for nothing; how to draw is the run's affair.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "stop": ([], ""), "logit_bias": ({},), "response_format": ({"type": "text"},), "functions": ([],),
-    "tool_choice": ("auto", "none"), "chat_template_kwargs": ({},), "prediction": (), "audio": (),
-}  # fmt: skip
+    "n": (1,),
+    "stop": ([], ""),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "functions": ([],),
+    "tool_choice": ("auto", "none"),
+    "chat_template_kwargs": ({},),
+    "prediction": (),
+    "audio": (),
+}
 
 
 @dataclass
@@ -62,7 +69,9 @@ class Door:
     @asynccontextmanager
     async def open_visit(self, client: ModelClient, sampling: Sampling) -> AsyncIterator[Visit]:
         number = next(self.numbers)
-        visit = Visit(f"http://127.0.0.1:{await self._get_port()}/{self.secret}/{number}/v1", client, sampling)
+        visit = Visit(
+            f"http://127.0.0.1:{await self._get_port()}/{self.secret}/{number}/v1", client, sampling
+        )
         self.visits[number] = visit
         start = time.perf_counter()
         try:
@@ -73,7 +82,11 @@ class Door:
 
     async def close(self) -> None:
         server, serving, self._server, self._serving = self._server, self._serving, None, None
-        if server is not None and serving is not None and serving.get_loop() is asyncio.get_running_loop():
+        if (
+            server is not None
+            and serving is not None
+            and serving.get_loop() is asyncio.get_running_loop()
+        ):
             server.should_exit = True
             await serving
 
@@ -83,13 +96,20 @@ class Door:
             self._socket.bind(("127.0.0.1", 0))
             self._socket.listen(2048)
             routes = [
-                Route("/{secret}/{number:int}/v1/chat/completions", self._answer_chat, methods=["POST"]),
+                Route(
+                    "/{secret}/{number:int}/v1/chat/completions",
+                    self._answer_chat,
+                    methods=["POST"],
+                ),
                 Route("/{secret}/{number:int}/v1/models", self._list_models),
             ]
             settings = bounded_config(
-                Starlette(routes=routes), log_level="warning", access_log=False, lifespan="off",
+                Starlette(routes=routes),
+                log_level="warning",
+                access_log=False,
+                lifespan="off",
                 timeout_graceful_shutdown=3,
-            )  # fmt: skip
+            )
             self._server = _Server(settings)
             self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         port: int = self._socket.getsockname()[1]
@@ -111,7 +131,8 @@ class Door:
         for key, neutral in NEUTRAL.items():
             if body.get(key) not in (None, *neutral):
                 return _build_refusal(
-                    400, f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out"
+                    400,
+                    f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out",
                 )
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
         sampling = visit.sampling
@@ -137,21 +158,37 @@ class Door:
 
 def _encode_completion(turn: Turn) -> dict[str, Any]:
     done = turn.completion
-    reason = "tool_calls" if turn.tool_calls and done.finish_reason == "stop" else done.finish_reason
+    reason = (
+        "tool_calls" if turn.tool_calls and done.finish_reason == "stop" else done.finish_reason
+    )
     used = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(done.ids)}
     return {
-        "id": f"chatcmpl-{secrets.token_hex(8)}", "object": "chat.completion", "created": 0, "model": "policy",
-        "choices": [{"index": 0, "message": turn.assistant_message, "finish_reason": reason, "logprobs": None}],
+        "id": f"chatcmpl-{secrets.token_hex(8)}",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "policy",
+        "choices": [
+            {
+                "index": 0,
+                "message": turn.assistant_message,
+                "finish_reason": reason,
+                "logprobs": None,
+            }
+        ],
         "usage": used | {"total_tokens": sum(used.values())},
-    }  # fmt: skip
+    }
 
 
 def _stream_answer(answer: dict[str, Any]) -> Response:
     """The whole answer in one piece, for clients that ask for a stream."""
     choice = answer["choices"][0]
-    calls = [{"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])]
+    calls = [
+        {"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])
+    ]
     delta = {**choice["message"], **({"tool_calls": calls} if calls else {})}
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
+    head = {key: answer[key] for key in ("id", "created", "model")} | {
+        "object": "chat.completion.chunk"
+    }
     chunks = [
         {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
         {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}]},
@@ -162,4 +199,6 @@ def _stream_answer(answer: dict[str, Any]) -> Response:
 
 
 def _build_refusal(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error", "code": status}}, status)
+    return JSONResponse(
+        {"error": {"message": message, "type": "invalid_request_error", "code": status}}, status
+    )

@@ -16,9 +16,13 @@ def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Env
         with CONTAINED:
             module = importlib.import_module(module_name)
     except SyntaxError as error:
-        raise ValueError(f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}") from None
+        raise ValueError(
+            f"environment {env_id!r}: {error.filename}, line {error.lineno}: {error.msg}"
+        ) from None
     except ModuleNotFoundError as error:
-        raise ValueError(f"environment {env_id!r} needs the module {error.name}, which is not installed") from None
+        raise ValueError(
+            f"environment {env_id!r} needs the module {error.name}, which is not installed"
+        ) from None
     except Exception as error:
         where = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
         raise ValueError(
@@ -27,12 +31,16 @@ def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Env
         ) from None
     loader = getattr(module, "load_environment", None)
     if loader is None:
-        raise ValueError(f"module {module_name} is not an environment: it has no load_environment()")
+        raise ValueError(
+            f"module {module_name} is not an environment: it has no load_environment()"
+        )
     try:
         inspect.signature(loader).bind(**arguments)
     except TypeError as error:
         accepted = ", ".join(inspect.signature(loader).parameters)
-        raise ValueError(f"environment {env_id!r}: {error}; its arguments are: {accepted}") from None
+        raise ValueError(
+            f"environment {env_id!r}: {error}; its arguments are: {accepted}"
+        ) from None
     try:
         with CONTAINED:
             made = loader(**arguments)

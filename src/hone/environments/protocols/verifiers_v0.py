@@ -56,7 +56,10 @@ def _imports_verifiers(module_name: str) -> bool:
     files = [Path(spec.origin)]
     if spec.submodule_search_locations:
         files += Path(spec.origin).parent.glob("*.py")
-    return any("import verifiers" in text or "from verifiers" in text for text in (f.read_text() for f in files))
+    return any(
+        "import verifiers" in text or "from verifiers" in text
+        for text in (f.read_text() for f in files)
+    )
 
 
 @dataclass
@@ -74,7 +77,9 @@ class _Rows:
 class Foreign(Environment):
     """`workers` processes; `env_id` and `arguments` are those of the library's load_environment."""
 
-    def __init__(self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1) -> None:
+    def __init__(
+        self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1
+    ) -> None:
         super().__init__(dataset=[])
         self.name = env_id
         self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2]]
@@ -86,7 +91,9 @@ class Foreign(Environment):
         self._kept = [one for one in kept if one is not None]
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
-        from hone.environments.protocols.door import Door  # a web server: not needed by Hone's own environments
+        from hone.environments.protocols.door import (
+            Door,
+        )  # a web server: not needed by Hone's own environments
 
         self.workers = [Worker(env_id, self.words, self.arguments) for _ in range(max(1, workers))]
         self.door = Door()
@@ -94,14 +101,22 @@ class Foreign(Environment):
     def _load_examples(self) -> dict[str, Any]:
         try:
             done = subprocess.run(
-                [*self.words, "examples"], capture_output=True, text=True, timeout=START, check=False,
+                [*self.words, "examples"],
+                capture_output=True,
+                text=True,
+                timeout=START,
+                check=False,
                 env=os.environ | {ARGUMENTS_VARIABLE: self.arguments},
-            )  # fmt: skip
+            )
         except subprocess.TimeoutExpired:
-            raise ValueError(f"environment {self.name!r} was not loaded within {START:.0f} s") from None
+            raise ValueError(
+                f"environment {self.name!r} was not loaded within {START:.0f} s"
+            ) from None
         if done.returncode:
             said = done.stderr.strip().splitlines()
-            raise ValueError(f"environment {self.name!r}: {said[-1] if said else 'it cannot be loaded'}")
+            raise ValueError(
+                f"environment {self.name!r}: {said[-1] if said else 'it cannot be loaded'}"
+            )
         result: dict[str, Any] = json.loads(done.stdout)
         return result
 
@@ -117,7 +132,9 @@ class Foreign(Environment):
         return None
 
     def add_rubric(self, rubric: Rubric) -> None:
-        raise ValueError(f"{self.name}: rewards of an environment of verifiers are the library's alone")
+        raise ValueError(
+            f"{self.name}: rewards of an environment of verifiers are the library's alone"
+        )
 
     def on_reward_error(self, what: str) -> None:
         """The library counts 0 for a function that raises; it does not say so, so "fail" is not to be had."""
@@ -131,16 +148,27 @@ class Foreign(Environment):
         row = next(one.rows[example.id] for one in self._kept if one.has_example(example))
         async with self.door.open_visit(client, sampling) as visit:
             asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
-            message = {"begin": 0, "row": row, "url": visit.url, "model": "policy", "sampling": asked}
+            message = {
+                "begin": 0,
+                "row": row,
+                "url": visit.url,
+                "model": "policy",
+                "sampling": asked,
+            }
             done = await worker.send_request(message)
         if visit.full and not visit.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
         rollout = Rollout(example, visit.turns, done["messages"], stop=done["stop"])
         rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
-        rollout.metrics = {name: float(value) for name, value in done["metrics"].items() if value is not None}
+        rollout.metrics = {
+            name: float(value) for name, value in done["metrics"].items() if value is not None
+        }
         rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
         rollout.seconds = visit.seconds
-        rollout.timings = {"model": visit.model_seconds, "environment": visit.seconds - visit.model_seconds}
+        rollout.timings = {
+            "model": visit.model_seconds,
+            "environment": visit.seconds - visit.model_seconds,
+        }
         return rollout
 
     def _choose_worker(self, example: Example) -> Worker:
@@ -158,7 +186,9 @@ class Foreign(Environment):
         found = await self._choose_worker(scored[0].example).send_request(message)
         for rollout, one in zip(scored, found["scores"], strict=True):
             rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
-            rollout.metrics = {name: float(value) for name, value in one["metrics"].items() if value is not None}
+            rollout.metrics = {
+                name: float(value) for name, value in one["metrics"].items() if value is not None
+            }
 
     async def close(self) -> None:
         for worker in self.workers:
@@ -178,7 +208,13 @@ def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:
         info = json.loads(info) if isinstance(info, str) else info
         task = row.get("task") if isinstance(row.get("task"), str) else ""
         kept.examples.append(
-            Example(number, messages, "" if row.get("answer") is None else row["answer"], info, task or "")
+            Example(
+                number,
+                messages,
+                "" if row.get("answer") is None else row["answer"],
+                info,
+                task or "",
+            )
         )
         kept.rows[number], kept.prompts[number] = row, messages
     return kept

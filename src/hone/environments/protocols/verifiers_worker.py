@@ -24,9 +24,15 @@ def read_version():
         found = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
         raise SystemExit("verifiers is not installed here: install hone-rl[verifiers]") from None
-    parts = tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split(".")[:3])
+    parts = tuple(
+        int("".join(c for c in part if c.isdigit()) or 0) for part in found.split(".")[:3]
+    )
     if not LOWEST <= parts < BELOW:
-        why = "its v0 environments were removed in 0.4" if parts >= BELOW else "its environments were run differently"
+        why = (
+            "its v0 environments were removed in 0.4"
+            if parts >= BELOW
+            else "its environments were run differently"
+        )
         raise SystemExit(f"verifiers {found} is not supported ({why}); accepted: >=0.1.9,<0.4")
     return parts
 
@@ -83,7 +89,9 @@ def client_of(found, url):
     from verifiers.types import ClientConfig
 
     os.environ["HONE_DOOR_KEY"] = "none"
-    return ClientConfig(api_key_var="HONE_DOOR_KEY", api_base_url=url, timeout=36000.0, max_retries=0)
+    return ClientConfig(
+        api_key_var="HONE_DOOR_KEY", api_base_url=url, timeout=36000.0, max_retries=0
+    )
 
 
 class Worker:
@@ -98,7 +106,9 @@ class Worker:
         kind, number = next(iter(message.items()))
         if kind in ("begin", "score"):
             work = self.rollout(message) if kind == "begin" else self.score(message["kept"])
-            self.running[number] = asyncio.get_running_loop().create_task(self.run_request(number, work))
+            self.running[number] = asyncio.get_running_loop().create_task(
+                self.run_request(number, work)
+            )
         elif kind == "ping":
             self.send({"pong": number})
         elif kind == "cancel" and number in self.running:
@@ -109,7 +119,9 @@ class Worker:
             self.send({"done": number, "result": await work})
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # exit() too: it fails this rollout, not the others of this process
+        except (
+            BaseException
+        ) as error:  # exit() too: it fails this rollout, not the others of this process
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)
@@ -128,20 +140,28 @@ class Worker:
             )
             every = to_plain(every)
             done = {
-                "completion": every["completion"][0], "reward": every["reward"][0],
+                "completion": every["completion"][0],
+                "reward": every["reward"][0],
                 "metrics": {key: values[0] for key, values in (every.get("metrics") or {}).items()},
-            }  # fmt: skip
+            }
         done = to_plain(dict(done))
         error = done.get("error")
         if error:
-            raise RuntimeError(error if isinstance(error, str) else error.get("error_chain_repr") or json.dumps(error))
+            raise RuntimeError(
+                error
+                if isinstance(error, str)
+                else error.get("error_chain_repr") or json.dumps(error)
+            )
         completion = done.get("completion") or []
         if isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         return {
-            "messages": completion, "reward": done.get("reward"), "metrics": done.get("metrics") or {},
-            "stop": done.get("stop_condition") or "", "kept": kept,
-        }  # fmt: skip
+            "messages": completion,
+            "reward": done.get("reward"),
+            "metrics": done.get("metrics") or {},
+            "stop": done.get("stop_condition") or "",
+            "kept": kept,
+        }
 
     async def roll_out_unscored(self, given, client, model, sampling):
         """A rollout that is scored with its group: what is known of it, and the number of its state."""
@@ -162,12 +182,18 @@ class Worker:
         await rubric.score_group(states)
         for state in states:
             await rubric.cleanup(state)
-        return {"scores": [{"reward": s["reward"], "metrics": to_plain(s.get("metrics") or {})} for s in states]}
+        return {
+            "scores": [
+                {"reward": s["reward"], "metrics": to_plain(s.get("metrics") or {})} for s in states
+            ]
+        }
 
 
 def main():
     name, arguments = sys.argv[1], json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
-    out = os.fdopen(os.dup(1), "w")  # what the environment prints goes to stderr, not between the messages
+    out = os.fdopen(
+        os.dup(1), "w"
+    )  # what the environment prints goes to stderr, not between the messages
     os.dup2(2, 1)
     lines = queue.SimpleQueue()
     sending = threading.Lock()

@@ -26,7 +26,13 @@ from hone.text.stop_strings import cut_at_stop
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
-ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")  # the last three end a line for some who read a stream
+ODD = (
+    "NaN",
+    "Infinity",
+    "\x85",
+    "\u2028",
+    "\u2029",
+)  # the last three end a line for some who read a stream
 PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
 NUMBERS = itertools.count()
 
@@ -72,7 +78,13 @@ class Answer:
             for i, one in enumerate(completions)
         ]
         usage = self.count_usage(sum(len(one.ids) for one in completions))
-        return {**self.head, "object": self.kind, "choices": choices, "usage": usage, **self.build_envelope()}
+        return {
+            **self.head,
+            "object": self.kind,
+            "choices": choices,
+            "usage": usage,
+            **self.build_envelope(),
+        }
 
     def count_usage(self, written: int) -> dict[str, int]:
         read = sum(map(len, self.prompts))
@@ -91,10 +103,16 @@ class Answer:
     def completion_text(self, completion: Completion, index: int = 0) -> str:
         """Return the text of a completion, as far as a stop string."""
         request, ids = self.request, completion.ids
-        if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:  # the form is of what comes before
+        if (
+            ids and self.has_form and ids[-1] in self.tokenizer.stop_ids
+        ):  # the form is of what comes before
             ids = ids[:-1]
         text = self.tokenizer.decode_after(self.context_tokens(index), ids, self.skip)
-        return cut_at_stop(text, request.stop, keep=bool(request.include_stop_str_in_output)) if request.stop else text
+        return (
+            cut_at_stop(text, request.stop, keep=bool(request.include_stop_str_in_output))
+            if request.stop
+            else text
+        )
 
     def build_token_fields(self, completion: Completion) -> dict[str, Any]:
         """What is asked for beside the text, of these tokens."""
@@ -107,7 +125,11 @@ class Answer:
 
     def token_name(self, token_id: int, piece: bytes, prefix: str = "") -> str:
         """Return the name of a token that contributes these bytes to its text."""
-        return f"token_id:{token_id}" if self.request.return_tokens_as_token_ids else name_of(piece, prefix)
+        return (
+            f"token_id:{token_id}"
+            if self.request.return_tokens_as_token_ids
+            else name_of(piece, prefix)
+        )
 
     # -------------------------------------------------------------------------------------------- in pieces
 
@@ -129,7 +151,9 @@ class Answer:
 
     def encode_chunk(self, choices: list[Choice], **more: Any) -> str:
         """As JSON, whose head is the same for all of a stream."""
-        self._chunk_head = self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
+        self._chunk_head = (
+            self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
+        )
         return f"{self._chunk_head},{self.encode_json({'choices': choices, **more})[1:]}"
 
     def build_first_delta(self, index: int) -> Choice | None:
@@ -140,7 +164,9 @@ class Answer:
         """Return the chunk of tokens and of what they let be said."""
         raise NotImplementedError
 
-    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+    def build_last_delta(
+        self, index: int, spelling: Spelling, piece: Completion, whole: Completion
+    ) -> Choice:
         """With the tokens that come last, and the reason for the end."""
         raise NotImplementedError
 
@@ -148,7 +174,9 @@ class Answer:
 class ChatAnswer(Answer):
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer
+    ) -> None:
         super().__init__(request, [prompt_ids], tokenizer)
         self.chat, self.prompt = request, prompt
         self._begun: set[int] = set()  # completions of which there were tokens
@@ -167,7 +195,11 @@ class ChatAnswer(Answer):
 
     def build_choice(self, index: int, completion: Completion) -> Choice:
         message, reason = self._build_message(completion)
-        choice = {"message": message, "finish_reason": reason, "logprobs": self._build_logprobs(index, completion)}
+        choice = {
+            "message": message,
+            "finish_reason": reason,
+            "logprobs": self._build_logprobs(index, completion),
+        }
         return choice | ({"routing": completion.routing} if self.chat.return_routing else {})
 
     @property
@@ -177,20 +209,32 @@ class ChatAnswer(Answer):
         return list(self.tokenizer.require_template().call_format.openings)
 
     def build_first_delta(self, index: int) -> Choice:
-        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        choice = {
+            "index": index,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+        }
         return choice | {"logprobs": None}
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
         choice = {"index": index, "delta": {"content": said}, "finish_reason": None}
-        return choice | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
+        return choice | {
+            "logprobs": self._build_logprobs(index, piece),
+            **self.build_token_fields(piece),
+        }
 
-    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
+    def build_last_delta(
+        self, index: int, spelling: Spelling, piece: Completion, whole: Completion
+    ) -> Choice:
         message, reason = self._build_message(whole)
         calls = [{"index": i, **call} for i, call in enumerate(message.get("tool_calls") or [])]
         said = spelling.finish_text(message["content"])
         delta = {**({"content": said} if said else {}), **({"tool_calls": calls} if calls else {})}
         done = {"index": index, "delta": delta, "finish_reason": reason}
-        return done | {"logprobs": self._build_logprobs(index, piece), **self.build_token_fields(piece)}
+        return done | {
+            "logprobs": self._build_logprobs(index, piece),
+            **self.build_token_fields(piece),
+        }
 
     def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
         """Return the entries of the next tokens of a completion, whose bytes joined are its text."""
@@ -202,7 +246,9 @@ class ChatAnswer(Answer):
         if completion.alternatives is None and not is_first:
             return {"content": self.embed_json(self._encode_entries(completion))}
         content = []
-        for i, (token_id, logprob) in enumerate(zip(completion.ids, completion.logprobs, strict=True)):
+        for i, (token_id, logprob) in enumerate(
+            zip(completion.ids, completion.logprobs, strict=True)
+        ):
             begins = is_first and i == 0
             others = completion.alternatives[i] if completion.alternatives else []
             tops = [self._build_entry(*other, begins) for other in others]
@@ -217,10 +263,15 @@ class ChatAnswer(Answer):
             raise ValueError("the model gives logprobs that are not finite")
         for token_id in completion.ids:
             if token_id not in known:
-                head, tail = json.dumps(self._build_entry(token_id, 0.0) | {"top_logprobs": []}).split(': 0.0, "bytes"')
+                head, tail = json.dumps(
+                    self._build_entry(token_id, 0.0) | {"top_logprobs": []}
+                ).split(': 0.0, "bytes"')
                 known[token_id] = (head + ": ", ', "bytes"' + tail)
         around = map(known.__getitem__, completion.ids)
-        parts = [f"{head}{value!r}{tail}" for (head, tail), value in zip(around, completion.logprobs, strict=True)]
+        parts = [
+            f"{head}{value!r}{tail}"
+            for (head, tail), value in zip(around, completion.logprobs, strict=True)
+        ]
         return f"[{', '.join(parts)}]"
 
     def _build_entry(self, token_id: int, logprob: float, begins: bool = False) -> dict[str, Any]:
@@ -250,7 +301,11 @@ class TextAnswer(Answer):
 
     def echoed_text(self, index: int) -> str:
         """Return the prompt's text, where it is echoed."""
-        return self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip) if self.ask.echo else ""
+        return (
+            self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip)
+            if self.ask.echo
+            else ""
+        )
 
     def build_choice(self, index: int, completion: Completion) -> Choice:
         count = Characters(len(self.echoed_text(index)))
@@ -262,43 +317,77 @@ class TextAnswer(Answer):
             logprobs = {key: ahead[key] + logprobs[key] for key in logprobs}
         text = self.echoed_text(index) + self.completion_text(completion, index)
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
-        return {"text": text, "finish_reason": completion.finish_reason, "logprobs": logprobs, **ids}
+        return {
+            "text": text,
+            "finish_reason": completion.finish_reason,
+            "logprobs": logprobs,
+            **ids,
+        }
 
     def build_first_delta(self, index: int) -> Choice | None:
         if not (self.ask.echo or self.request.return_token_ids):
             return None
         ids = {"prompt_token_ids": self.prompt_of(index)} if self.request.return_token_ids else {}
-        return {"index": index, "text": self.echoed_text(index), "finish_reason": None, "logprobs": None, **ids}
+        return {
+            "index": index,
+            "text": self.echoed_text(index),
+            "finish_reason": None,
+            "logprobs": None,
+            **ids,
+        }
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
         count = self._counts.setdefault(index, Characters(len(self.echoed_text(index))))
         choice = {"index": index, "text": said, "finish_reason": None}
-        return choice | {"logprobs": self._build_logprobs(piece, count, follows=True), **self.build_token_fields(piece)}
+        return choice | {
+            "logprobs": self._build_logprobs(piece, count, follows=True),
+            **self.build_token_fields(piece),
+        }
 
-    def build_last_delta(self, index: int, spelling: Spelling, piece: Completion, whole: Completion) -> Choice:
-        said = self.build_delta(index, spelling.finish_text(self.completion_text(whole, index)), piece)
+    def build_last_delta(
+        self, index: int, spelling: Spelling, piece: Completion, whole: Completion
+    ) -> Choice:
+        said = self.build_delta(
+            index, spelling.finish_text(self.completion_text(whole, index)), piece
+        )
         return said | {"finish_reason": whole.finish_reason}
 
-    def _build_logprobs(self, completion: Completion, count: "Characters", follows: bool) -> dict[str, Any] | None:
+    def _build_logprobs(
+        self, completion: Completion, count: "Characters", follows: bool
+    ) -> dict[str, Any] | None:
         """Return the logprobs of tokens. `count`: the characters before them; `follows`: there are tokens before."""
         if self.ask.logprobs is None:
             return None
         texts, ids = self.tokenizer.token_texts, completion.ids
         pieces = texts.token_bytes(ids, follows)
         offsets, names, tops = [], [], list[dict[str, float] | None]()
-        for i, (token_id, piece, logprob) in enumerate(zip(ids, pieces, completion.logprobs, strict=True)):
+        for i, (token_id, piece, logprob) in enumerate(
+            zip(ids, pieces, completion.logprobs, strict=True)
+        ):
             offsets.append(count.so_far)
             count.add(b"" if self.skip and self.tokenizer.is_dropped(token_id) else piece)
             names.append(self.token_name(token_id, piece, "bytes:"))
             others = completion.alternatives[i] if completion.alternatives else []
             begins = not follows and i == 0
             tops.append(
-                None if logprob is None else self._build_top_logprobs(token_id, names[-1], logprob, others, begins)
+                None
+                if logprob is None
+                else self._build_top_logprobs(token_id, names[-1], logprob, others, begins)
             )
-        return {"tokens": names, "token_logprobs": completion.logprobs, "top_logprobs": tops, "text_offset": offsets}
+        return {
+            "tokens": names,
+            "token_logprobs": completion.logprobs,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
 
     def _build_top_logprobs(
-        self, token_id: int, name: str, logprob: float, others: Sequence[tuple[int, float]], begins: bool
+        self,
+        token_id: int,
+        name: str,
+        logprob: float,
+        others: Sequence[tuple[int, float]],
+        begins: bool,
     ) -> dict[str, float]:
         """Return the likeliest tokens at a place and the one that is there; two of one text by their ids."""
         texts, found = self.tokenizer.token_texts, dict[str, float]()

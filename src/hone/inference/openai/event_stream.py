@@ -21,7 +21,10 @@ async def stream_answer(
     connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> Response:
     """Server-sent events; a refusal comes before the first, as a refusal of its own. Raises ValueError, HungUp."""
-    events, listening = _iterate_events(sampler, answer, requests), Listening(connection).__enter__()
+    events, listening = (
+        _iterate_events(sampler, answer, requests),
+        Listening(connection).__enter__(),
+    )
     try:
         head = await anext(events)
     except BaseException as error:
@@ -45,12 +48,18 @@ async def _iterate_events(
         return _encode_event(answer.encode_chunk(choices, **usage, **more))
 
     def encode_opening() -> str:
-        firsts = [choice for i in range(count) if (choice := answer.build_first_delta(i)) is not None]
+        firsts = [
+            choice for i in range(count) if (choice := answer.build_first_delta(i)) is not None
+        ]
         return "".join(encode_chunk([choice], **answer.build_envelope()) for choice in firsts)
 
     def encode_closing() -> str:
         has_usage = options is not None and options.include_usage
-        return (_encode_event(answer.encode_chunk([], usage=answer.count_usage(written))) if has_usage else "") + DONE
+        return (
+            _encode_event(answer.encode_chunk([], usage=answer.count_usage(written)))
+            if has_usage
+            else ""
+        ) + DONE
 
     begun = False
     try:
@@ -66,7 +75,9 @@ async def _iterate_events(
                     said += encode_chunk([answer.build_last_delta(i, spelling, piece, whole)])
                     left -= 1
                 else:
-                    said += encode_chunk([answer.build_delta(i, spelling.decode_more(piece.ids), piece)])
+                    said += encode_chunk(
+                        [answer.build_delta(i, spelling.decode_more(piece.ids), piece)]
+                    )
                 if not left:
                     check_forms(requests)
                     said += encode_closing()
@@ -76,14 +87,22 @@ async def _iterate_events(
             raise
         # The engine failed: the client learns of it in the stream.
         yield (
-            _encode_event(answer.encode_json(error_body(500, f"{type(error).__name__}: {error}", "server_error")))
+            _encode_event(
+                answer.encode_json(
+                    error_body(500, f"{type(error).__name__}: {error}", "server_error")
+                )
+            )
             + DONE
         )
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:
     """Raises ValueError where an answer could not be given the form that was asked for."""
-    failures = [one.allows.failure for one in requests if isinstance(one.allows, Following) and one.allows.failure]
+    failures = [
+        one.allows.failure
+        for one in requests
+        if isinstance(one.allows, Following) and one.allows.failure
+    ]
     if failures:
         raise ValueError(f"the form of the answer could not be followed to its end: {failures[0]}")
 

@@ -11,9 +11,18 @@ from hone.records import Completion
 
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "", "disabled")
 REFUSED = (  # keys that would change the answer, and that this server does nothing for
-    "stream", "tools", "previous_response_id", "conversation", "background", "prompt", "reasoning", "truncation",
-    "max_tool_calls", "top_logprobs", "include",
-)  # fmt: skip
+    "stream",
+    "tools",
+    "previous_response_id",
+    "conversation",
+    "background",
+    "prompt",
+    "reasoning",
+    "truncation",
+    "max_tool_calls",
+    "top_logprobs",
+    "include",
+)
 
 
 class Text(BaseModel):
@@ -43,8 +52,12 @@ class ResponsesRequest(BaseModel):
         for key in REFUSED:
             value = (self.model_extra or {}).get(key)
             if value not in ABSENT:
-                raise ValueError(f"{key} = {value!r} is not supported by /v1/responses; /v1/chat/completions has more")
-        refuse_ignored({key: value for key, value in (self.model_extra or {}).items() if key not in REFUSED})
+                raise ValueError(
+                    f"{key} = {value!r} is not supported by /v1/responses; /v1/chat/completions has more"
+                )
+        refuse_ignored(
+            {key: value for key, value in (self.model_extra or {}).items() if key not in REFUSED}
+        )
         return self
 
     def as_chat(self) -> ChatRequest:
@@ -56,9 +69,16 @@ class ResponsesRequest(BaseModel):
             messages += [_convert_item(item) for item in self.input]
         form = (self.text and self.text.format) or {"type": "text"}
         if form.get("type") == "json_schema":
-            form = {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+            form = {
+                "type": "json_schema",
+                "json_schema": {k: v for k, v in form.items() if k != "type"},
+            }
         asked: dict[str, Any] = {"model": self.model, "messages": messages, "response_format": form}
-        asked |= {"temperature": self.temperature, "top_p": self.top_p, "max_completion_tokens": self.max_output_tokens}
+        asked |= {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "max_completion_tokens": self.max_output_tokens,
+        }
         return ChatRequest.model_validate(asked)
 
 
@@ -78,10 +98,21 @@ class ResponsesAnswer(ChatAnswer):
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
         (done,) = completions
         is_whole = done.finish_reason == "stop"
-        part = {"type": "output_text", "text": self.completion_text(done), "annotations": [], "logprobs": []}
+        part = {
+            "type": "output_text",
+            "text": self.completion_text(done),
+            "annotations": [],
+            "logprobs": [],
+        }
         status = "completed" if is_whole else "incomplete"
         number = str(self.head["id"]).partition("-")[2]
-        message = {"type": "message", "id": f"msg-{number}", "status": status, "role": "assistant", "content": [part]}
+        message = {
+            "type": "message",
+            "id": f"msg-{number}",
+            "status": status,
+            "role": "assistant",
+            "content": [part],
+        }
         used = self.count_usage(len(done.ids))
         return {
             "id": self.head["id"],

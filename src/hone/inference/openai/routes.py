@@ -48,7 +48,11 @@ class Refusal(ValueError):
 
 
 def build_refusal(
-    status: int, message: str, kind: str = "invalid_request_error", param: str | None = None, code: str | None = None
+    status: int,
+    message: str,
+    kind: str = "invalid_request_error",
+    param: str | None = None,
+    code: str | None = None,
 ) -> JSONResponse:
     return JSONResponse(error_body(code or status, message, kind, param), status_code=status)
 
@@ -77,13 +81,20 @@ def add_openai(app: FastAPI, served: Served) -> None:
         return register_handler
 
     def build_model_card(name: str) -> dict[str, Any]:
-        card = {"object": "model", "created": 0, "owned_by": "hone", "max_model_len": sampler.max_context}
+        card = {
+            "object": "model",
+            "created": 0,
+            "owned_by": "hone",
+            "max_model_len": sampler.max_context,
+        }
         return {"id": name, **card, **({} if name == served.name else {"parent": served.name})}
 
     def check_model(name: str | None) -> None:
         if name is not None and name not in served.model_names:
             known = ", ".join(map(repr, served.model_names))
-            raise Refusal(404, f"model {name!r} is not served here; this server has {known}", param="model")
+            raise Refusal(
+                404, f"model {name!r} is not served here; this server has {known}", param="model"
+            )
 
     @app.exception_handler(Refusal)
     async def answer_refusal(_: Request, error: Refusal) -> JSONResponse:
@@ -119,7 +130,10 @@ def add_openai(app: FastAPI, served: Served) -> None:
         return await answer_chat(asked, connection, None, ResponsesAnswer)
 
     async def answer_chat(
-        body: ChatRequest, connection: Request, prompt_ids: list[int] | None, kind: type[ChatAnswer] = ChatAnswer
+        body: ChatRequest,
+        connection: Request,
+        prompt_ids: list[int] | None,
+        kind: type[ChatAnswer] = ChatAnswer,
     ) -> Response:
         check_model(body.model)
         tokenizer = served.tokenizer
@@ -143,9 +157,14 @@ def add_openai(app: FastAPI, served: Served) -> None:
             answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
                 return await stream_answer(connection, sampler, answer, requests)
-            completions = await unless_gone(connection, *(sampler.generate(request) for request in requests))
+            completions = await unless_gone(
+                connection, *(sampler.generate(request) for request in requests)
+            )
             if body.so_far:
-                completions = [join_completions(one, rest) for one, rest in zip(body.so_far, completions, strict=True)]
+                completions = [
+                    join_completions(one, rest)
+                    for one, rest in zip(body.so_far, completions, strict=True)
+                ]
             check_forms(requests)
             return build_whole_response(answer, completions)
         except HungUp:
@@ -162,21 +181,31 @@ def add_openai(app: FastAPI, served: Served) -> None:
         try:
 
             def encode_prompt(one: str | list[int]) -> list[int]:
-                return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
+                return (
+                    tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
+                )
 
-            prompts = await run_beside_loop(lambda: [encode_prompt(one) for one in texts], sum(map(len, texts)), served)
+            prompts = await run_beside_loop(
+                lambda: [encode_prompt(one) for one in texts], sum(map(len, texts)), served
+            )
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
             requests = await _build_requests(body, prompts, served, wanted, room)
             if body.stream and body.max_tokens != 0:
-                return await stream_answer(connection, sampler, TextAnswer(body, prompts, tokenizer), requests)
+                return await stream_answer(
+                    connection, sampler, TextAnswer(body, prompts, tokenizer), requests
+                )
             echoed = None
             if body.echo and body.logprobs is not None:
                 adapter = None if body.model == served.name else body.model
-                (echoed,) = await unless_gone(connection, _score_prompts(body, prompts, sampler, adapter))
+                (echoed,) = await unless_gone(
+                    connection, _score_prompts(body, prompts, sampler, adapter)
+                )
             if body.max_tokens == 0:
                 done = [Completion([], [], [], "length", []) for _ in requests]
             else:
-                done = await unless_gone(connection, *(sampler.generate(request) for request in requests))
+                done = await unless_gone(
+                    connection, *(sampler.generate(request) for request in requests)
+                )
             check_forms(requests)
             return build_whole_response(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
@@ -195,37 +224,49 @@ def add_openai(app: FastAPI, served: Served) -> None:
             return tokenizer.encode(
                 tokenizer.require_template().render_conversation(
                     [message.model_dump() for message in body.messages],
-                    add_generation_prompt=body.add_generation_prompt, tools=body.tools or None,
+                    add_generation_prompt=body.add_generation_prompt,
+                    tools=body.tools or None,
                     **(body.chat_template_kwargs or {}),
                 )
-            )  # fmt: skip
+            )
 
         try:
             ids = await run_beside_loop(
-                encode_prompt, len(body.prompt or "") + _count_characters(body.messages or []), served
+                encode_prompt,
+                len(body.prompt or "") + _count_characters(body.messages or []),
+                served,
             )
         except ValueError as error:
             return build_refusal(400, str(error))
         strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-        return {"count": len(ids), "max_model_len": sampler.max_context, "tokens": ids, "token_strs": strings}
+        return {
+            "count": len(ids),
+            "max_model_len": sampler.max_context,
+            "tokens": ids,
+            "token_strs": strings,
+        }
 
     @app.post("/detokenize", response_model=None)
     async def detokenize_tokens(body: DetokenizeRequest) -> Any:
         check_model(body.model)
         if len(body.tokens) > sampler.max_context:
             return build_refusal(
-                400, f"tokens: {len(body.tokens)} are more than the model's context of {sampler.max_context}"
+                400,
+                f"tokens: {len(body.tokens)} are more than the model's context of {sampler.max_context}",
             )
         beyond = [i for i in body.tokens if not 0 <= i < served.tokenizer.vocab_size]
         if beyond:
             return build_refusal(
-                400, f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}"
+                400,
+                f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}",
             )
         return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
 def build_whole_response(answer: Answer, completions: Sequence[Completion]) -> Response:
-    return Response(answer.encode_json(answer.build_body(completions)), media_type="application/json")
+    return Response(
+        answer.encode_json(answer.build_body(completions)), media_type="application/json"
+    )
 
 
 async def read_body(connection: Request, kind: type[B]) -> B:
@@ -245,7 +286,10 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
         return work()
 
     def check_then_work() -> T:
-        if served is not None and size > served.sampler.max_context * served.tokenizer.longest_token:
+        if (
+            served is not None
+            and size > served.sampler.max_context * served.tokenizer.longest_token
+        ):
             raise ContextFull(
                 f"This model's maximum context length is {served.sampler.max_context} tokens, but the prompt has "
                 f"{size} characters, and none of its tokens more than {served.tokenizer.longest_token}"
@@ -257,7 +301,10 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
 
 def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
     """Characters, about."""
-    return sum(len(one.content) if isinstance(one.content, str) else len(str(one.content)) for one in messages)
+    return sum(
+        len(one.content) if isinstance(one.content, str) else len(str(one.content))
+        for one in messages
+    )
 
 
 async def _build_requests(
@@ -267,10 +314,16 @@ async def _build_requests(
     the first one looks at the whole vocabulary."""
 
     if len(prompts) * (body.n or 1) > MOST:
-        raise ValueError(f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MOST} completions")
+        raise ValueError(
+            f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MOST} completions"
+        )
 
     def build_all() -> list[GenerateRequest]:
-        return [request for ids in prompts for request in _build_requests_of_prompt(body, ids, served, wanted, room)]
+        return [
+            request
+            for ids in prompts
+            for request in _build_requests_of_prompt(body, ids, served, wanted, room)
+        ]
 
     return await asyncio.to_thread(build_all) if body.has_form else build_all()
 
@@ -292,7 +345,9 @@ def _build_requests_of_prompt(
 
     form = body.requested_form()
     if isinstance(body, ChatRequest) and body.must_call:
-        form = form_of_call(body.callable_tools(), tokenizer.require_template().call_format, tokenizer)
+        form = form_of_call(
+            body.callable_tools(), tokenizer.require_template().call_format, tokenizer
+        )
     if form is not None:
         served.sampler.require_capability("forms")
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
@@ -304,7 +359,9 @@ def _build_requests_of_prompt(
         before, draws = so_far[i].ids if so_far else [], seed + i
         if before:  # draws of its own: those of its first tokens are used up
             draws = other_seed(draws, len(before))
-        sampling = body.build_sampling(max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size)
+        sampling = body.build_sampling(
+            max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size
+        )
         ends: Any = StopStrings(decode, body.stop, first) if body.stop else None
         allows = None if follows is None else follows.start_another(before)
         if allows is not None:  # the form says what the end is, not a number of tokens
@@ -326,9 +383,12 @@ def _build_requests_of_prompt(
 def join_completions(before: schema.Written, rest: Completion) -> Completion:
     """A completion that was begun elsewhere, whole."""
     return Completion(
-        before.ids + rest.ids, before.logprobs + rest.logprobs, before.versions + rest.versions, rest.finish_reason,
+        before.ids + rest.ids,
+        before.logprobs + rest.logprobs,
+        before.versions + rest.versions,
+        rest.finish_reason,
         routing=rest.routing,
-    )  # fmt: skip
+    )
 
 
 async def _score_prompts(
@@ -337,7 +397,11 @@ async def _score_prompts(
     """Return the prompts as completions: of their first tokens there is no logprob."""
 
     async def score_prompt(ids: list[int]) -> Completion:
-        own, others = await sampler.find_likeliest(ids, body.logprobs or 0, adapter) if len(ids) > 1 else ([], [])
+        own, others = (
+            await sampler.find_likeliest(ids, body.logprobs or 0, adapter)
+            if len(ids) > 1
+            else ([], [])
+        )
         nothing: Any = None  # as OpenAI tells that there is none
         return Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
 

@@ -7,20 +7,49 @@ not served (NEUTRAL), or without a part in the answer, as `user`, and then ignor
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, FiniteFloat, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    field_validator,
+    model_validator,
+)
 
 from hone.records import Prompt, Sampling
 from hone.text.structured_outputs import Form, Kind
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
-NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the values that ask for nothing
+NEUTRAL: dict[
+    str, tuple[Any, ...]
+] = {  # what the engine cannot do, with the values that ask for nothing
     **dict.fromkeys(
         (
-            "guided_decoding_backend", "suffix", "prompt_logprobs", "functions", "function_call", "audio", "prediction",
-            "use_beam_search", "truncate_prompt_tokens", "allowed_token_ids", "bad_words", "logits_processors",
-            "documents", "continue_final_message", "add_special_tokens", "chat_template", "mm_processor_kwargs",
-            "web_search_options", "prompt_embeds", "structural_tag", "guided_whitespace_pattern", "verbosity",
-            "thinking_token_budget", "chat_template_file",
+            "guided_decoding_backend",
+            "suffix",
+            "prompt_logprobs",
+            "functions",
+            "function_call",
+            "audio",
+            "prediction",
+            "use_beam_search",
+            "truncate_prompt_tokens",
+            "allowed_token_ids",
+            "bad_words",
+            "logits_processors",
+            "documents",
+            "continue_final_message",
+            "add_special_tokens",
+            "chat_template",
+            "mm_processor_kwargs",
+            "web_search_options",
+            "prompt_embeds",
+            "structural_tag",
+            "guided_whitespace_pattern",
+            "verbosity",
+            "thinking_token_budget",
+            "chat_template_file",
         ),
         NOTHING,
     ),
@@ -28,13 +57,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {  # what the engine cannot do, with the v
     "length_penalty": (None, 1, 1.0),
     "best_of": (None, 1),
     "add_generation_prompt": (None, True),
-}  # fmt: skip
+}
 
 
 DRAW_KEYS = (
-    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-    "min_tokens", "ignore_eos", "raw_logprobs",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "ignore_eos",
+    "raw_logprobs",
+)
 
 
 def _as_json(schema: dict[str, Any] | str) -> Any:
@@ -47,7 +84,9 @@ def _as_json(schema: dict[str, Any] | str) -> Any:
 
 
 def _keep_to_the_template(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    taken = {"self", "messages", "tools", "documents", "before", "add_generation_prompt"} & set(value or {})
+    taken = {"self", "messages", "tools", "documents", "before", "add_generation_prompt"} & set(
+        value or {}
+    )
     if taken:
         raise ValueError(f"{', '.join(sorted(taken))} cannot be set here")
     return value
@@ -97,7 +136,14 @@ class ResponseFormat(BaseModel):
         return self
 
 
-FORMS = {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+FORMS = {
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+}
 
 
 class StructuredOutputs(BaseModel):
@@ -153,14 +199,18 @@ class Request(BaseModel):
     seed: int | None = None
     raw_logprobs: bool | None = None  # at temperature 1
     return_token_ids: bool | None = None
-    return_token_logprobs: bool | None = None  # plain numbers, beside or instead of the entries of `logprobs`
+    return_token_logprobs: bool | None = (
+        None  # plain numbers, beside or instead of the entries of `logprobs`
+    )
     return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | str | None = None  # these four are older spellings of structured_outputs
+    guided_json: dict[str, Any] | str | None = (
+        None  # these four are older spellings of structured_outputs
+    )
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, min_length=1)
     guided_grammar: str | None = None
@@ -201,23 +251,39 @@ class Request(BaseModel):
         if said.json_object:
             found.append(Form("json", {"type": "object"}))
         kinds: tuple[tuple[Kind, Any], ...] = (
-            ("regex", said.regex), ("choice", said.choice), ("grammar", said.grammar), ("regex", self.guided_regex),
-            ("choice", self.guided_choice), ("grammar", self.guided_grammar),
-        )  # fmt: skip
+            ("regex", said.regex),
+            ("choice", said.choice),
+            ("grammar", said.grammar),
+            ("regex", self.guided_regex),
+            ("choice", self.guided_choice),
+            ("grammar", self.guided_grammar),
+        )
         found += [Form(kind, value) for kind, value in kinds if value is not None]
         if len(found) > 1:
-            raise ValueError("response_format, structured_outputs and guided_…: give one form of answers alone")
+            raise ValueError(
+                "response_format, structured_outputs and guided_…: give one form of answers alone"
+            )
         return found[0] if found else None
 
     def build_sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
         """How to draw. Raises ValueError for tokens that the model does not have."""
-        beyond = [i for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])] if not 0 <= i < vocab_size]
+        beyond = [
+            i
+            for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])]
+            if not 0 <= i < vocab_size
+        ]
         if beyond:
             raise ValueError(f"token id {beyond[0]} is not one of the model's: it has {vocab_size}")
         given = {name: value for name in DRAW_KEYS if (value := getattr(self, name)) is not None}
         given["top_k"] = max(given.get("top_k", 0), 0)
         bias = tuple((self.logit_bias or {}).items())
-        return Sampling(max_tokens=max_tokens, seed=seed, logit_bias=bias, top_logprobs=self.top_logprob_count, **given)
+        return Sampling(
+            max_tokens=max_tokens,
+            seed=seed,
+            logit_bias=bias,
+            top_logprobs=self.top_logprob_count,
+            **given,
+        )
 
 
 class NamedFunction(BaseModel):
@@ -234,14 +300,22 @@ class ToolChoice(BaseModel):
 class ChatRequest(Request):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    max_total_tokens: int | None = Field(None, ge=1)  # prompt and completion; cuts max_tokens to what that leaves
+    max_total_tokens: int | None = Field(
+        None, ge=1
+    )  # prompt and completion; cuts max_tokens to what that leaves
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
     request_name: str | None = None  # by which POST /progress knows it
-    conversation_ids: list[int] | None = None  # of the first turns, kept unless the template rewrites their text
-    conversation_messages: int | None = Field(None, ge=1)  # so many of the messages: the last is the assistant's
-    so_far: list[Written] | None = None  # of each of the n: what was written elsewhere, to go on from
+    conversation_ids: list[int] | None = (
+        None  # of the first turns, kept unless the template rewrites their text
+    )
+    conversation_messages: int | None = Field(
+        None, ge=1
+    )  # so many of the messages: the last is the assistant's
+    so_far: list[Written] | None = (
+        None  # of each of the n: what was written elsewhere, to go on from
+    )
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None  # False: one call in an answer, at most
@@ -250,10 +324,14 @@ class ChatRequest(Request):
 
     @model_validator(mode="after")
     def _fit_together(self) -> "ChatRequest":
-        if self.so_far is not None and (len(self.so_far) != (self.n or 1) or self.stop or self.top_logprobs):
+        if self.so_far is not None and (
+            len(self.so_far) != (self.n or 1) or self.stop or self.top_logprobs
+        ):
             raise ValueError("so_far is for each of n, without stop and top_logprobs")
         if self.stream and (self.so_far is not None or self.request_name or self.return_routing):
-            raise ValueError("so_far, request_name and return_routing are for answers in one piece, without stream")
+            raise ValueError(
+                "so_far, request_name and return_routing are for answers in one piece, without stream"
+            )
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         if self.must_call:
@@ -263,10 +341,17 @@ class ChatRequest(Request):
                 raise ValueError("tools: each is {type: function, function: {name, parameters}}")
             if not names:
                 raise ValueError("tool_choice: there are no tools to call")
-            if isinstance(self.tool_choice, ToolChoice) and self.tool_choice.function.name not in names:
-                raise ValueError(f"tool_choice: {self.tool_choice.function.name!r} is none of the tools {names}")
+            if (
+                isinstance(self.tool_choice, ToolChoice)
+                and self.tool_choice.function.name not in names
+            ):
+                raise ValueError(
+                    f"tool_choice: {self.tool_choice.function.name!r} is none of the tools {names}"
+                )
             if self.requested_form() is not None:
-                raise ValueError("tool_choice asks for a call of a tool, and another form of answers is given too")
+                raise ValueError(
+                    "tool_choice asks for a call of a tool, and another form of answers is given too"
+                )
         return self
 
     @property
@@ -280,7 +365,11 @@ class ChatRequest(Request):
     def callable_tools(self) -> list[dict[str, Any]]:
         """Those of which one has to be called."""
         if isinstance(self.tool_choice, ToolChoice):
-            return [one for one in self.tools or [] if one["function"]["name"] == self.tool_choice.function.name]
+            return [
+                one
+                for one in self.tools or []
+                if one["function"]["name"] == self.tool_choice.function.name
+            ]
         return self.tools or []
 
     @property
@@ -291,8 +380,16 @@ class ChatRequest(Request):
         messages = [message.model_dump() for message in self.messages]
         tools = None if self.tool_choice == "none" else self.tools or None
         covered = self.conversation_messages or 0
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return Prompt(messages, tools, self.conversation_ids, covered, {**effort, **(self.chat_template_kwargs or {})})
+        effort = (
+            {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        )
+        return Prompt(
+            messages,
+            tools,
+            self.conversation_ids,
+            covered,
+            {**effort, **(self.chat_template_kwargs or {})},
+        )
 
 
 class TokensRequest(ChatRequest):
@@ -305,10 +402,16 @@ class CompletionRequest(Request):
     """A text, several, or their token ids, to go on with."""
 
     prompt: str | list[str] | Ids | list[Ids]
-    max_tokens: int | None = Field(16, ge=0)  # as OpenAI has it; 0 to see the prompt's logprobs, with echo
-    logprobs: int | None = Field(None, ge=0, le=20)  # how many of the likeliest beside the one that was drawn
+    max_tokens: int | None = Field(
+        16, ge=0
+    )  # as OpenAI has it; 0 to see the prompt's logprobs, with echo
+    logprobs: int | None = Field(
+        None, ge=0, le=20
+    )  # how many of the likeliest beside the one that was drawn
     echo: bool | None = None
-    add_special_tokens: bool = True  # those that the tokenizer puts before a text, as some do with bos
+    add_special_tokens: bool = (
+        True  # those that the tokenizer puts before a text, as some do with bos
+    )
 
     @model_validator(mode="after")
     def _fit_together(self) -> "CompletionRequest":

@@ -28,7 +28,9 @@ Capability = Literal[
     "raw_logprobs",  # logprobs at temperature 1, and those of the model where draws are filtered or penalised
     "forms",  # answers of a given form: a JSON schema, a regular expression, a choice, a grammar
 ]
-ENGINE_CAN: frozenset[Capability] = frozenset(("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms"))
+ENGINE_CAN: frozenset[Capability] = frozenset(
+    ("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms")
+)
 Pause = Literal["keep", "wait", "abort"]
 Alternatives = list[tuple[int, float]]
 WORDS: dict[Capability, str] = {
@@ -67,7 +69,9 @@ class Sampler(ABC):
         Raises ContextFull for a prompt that leaves no room, ValueError for what is refused.
         """
 
-    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+    async def stream(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         """Pieces of the completions by their number; the last of each has a finish_reason. Raises as `generate`.
 
         Closing the iterator ends the requests. This one has no pieces: it hands on each completion when it is there.
@@ -144,4 +148,6 @@ class Sampler(ABC):
     def require_capability(self, capability: Capability) -> None:
         """Raises ValueError unless it can do that."""
         if capability not in self.can:
-            raise ValueError(f"{WORDS.get(capability, capability)}: this server's backend has no such thing")
+            raise ValueError(
+                f"{WORDS.get(capability, capability)}: this server's backend has no such thing"
+            )

@@ -25,7 +25,10 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.find_partials)
-        self.receivers, self.proof = Receivers(), Proof(service.engine.model)  # of the model that is served
+        self.receivers, self.proof = (
+            Receivers(),
+            Proof(service.engine.model),
+        )  # of the model that is served
         self._described: tuple[str, ModelSpec] | None = None  # the description that was parsed last
 
     @property
@@ -47,14 +50,18 @@ class EmbeddedSampler(Sampler):
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self.service.generate(request)
 
-    def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+    def stream(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         return self.streams.stream_requests(requests)
 
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
         self._check_sequences(sequences)
         if len(sequences) == 1 and temperature == 1.0:
             return [await self.service.run_on_engine(lambda: self.proof.score(sequences[0]))]
-        return await self.service.run_on_engine(lambda: score_sequences(self.engine.model, sequences, temperature))
+        return await self.service.run_on_engine(
+            lambda: score_sequences(self.engine.model, sequences, temperature)
+        )
 
     async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
@@ -70,8 +77,13 @@ class EmbeddedSampler(Sampler):
 
     def _check_sequences(self, sequences: list[list[int]]) -> None:
         spec = self.engine.model.spec
-        if any(max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings for ids in sequences):
-            raise ValueError(f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}")
+        if any(
+            max(ids) >= spec.vocab_size or len(ids) > spec.max_position_embeddings
+            for ids in sequences
+        ):
+            raise ValueError(
+                f"ids: at most {spec.max_position_embeddings}, each below {spec.vocab_size}"
+            )
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         """A directory of another shape of model replaces the model; what runs is ended first then."""
@@ -83,7 +95,9 @@ class EmbeddedSampler(Sampler):
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
         proof = self.proof if model is engine.model else Proof(model)
-        self.receivers.receive_version(message, version, place, proof.tensors, proof.follow_arrivals())
+        self.receivers.receive_version(
+            message, version, place, proof.tensors, proof.follow_arrivals()
+        )
         if model is engine.model:
             engine.set_version(version)
         else:
@@ -141,8 +155,15 @@ class EmbeddedSampler(Sampler):
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
         def read_progress() -> dict[str, Any]:
             partials = {name: vars(one) for name, one in self.engine.named_progress(known).items()}
-            counts = {"running": len(self.engine.running_sequences), "waiting": len(self.engine.admission.waiting)}
-            return {**counts, "without_room": self.engine.admission.without_room, "partials": partials}
+            counts = {
+                "running": len(self.engine.running_sequences),
+                "waiting": len(self.engine.admission.waiting),
+            }
+            return {
+                **counts,
+                "without_room": self.engine.admission.without_room,
+                "partials": partials,
+            }
 
         return await self.service.run_on_engine(read_progress)
 

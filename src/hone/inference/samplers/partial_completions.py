@@ -20,8 +20,14 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stop_strings import held_back
 from hone.text.tokenizer import Tokenizer
 
-LOOK, LOOK_EACH = 0.01, 0.0008  # seconds between two looks, at least: for one stream, and for each …
-SHARE, SELDOM = 20, 0.5  # … so many times as long as handing on took, which is work beside what computes; at most
+LOOK, LOOK_EACH = (
+    0.01,
+    0.0008,
+)  # seconds between two looks, at least: for one stream, and for each …
+SHARE, SELDOM = (
+    20,
+    0.5,
+)  # … so many times as long as handing on took, which is work beside what computes; at most
 
 
 @dataclass
@@ -106,30 +112,45 @@ class Spelling:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special: bool, stops: Sequence[str], hold: Sequence[str],
+        self,
+        tokenizer: Tokenizer,
+        skip_special: bool,
+        stops: Sequence[str],
+        hold: Sequence[str],
         before: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.tokenizer, self.skip = tokenizer, skip_special
         self.stops, self.hold = stops, [*stops, *hold]
         self.ids: list[int] = [*before]
         self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
-        self._start, self._read = 0, len(before)  # tokens before `_read` are in the text; decoding begins at `_start`
+        self._start, self._read = (
+            0,
+            len(before),
+        )  # tokens before `_read` are in the text; decoding begins at `_start`
 
     def decode_more(self, ids: list[int]) -> str:
         """What can be said now."""
         self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
         if len(self.ids) == self._read:  # nothing that is shown
-            return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+            return self._release_text(
+                self.text, self.sent + held_back(self.text[self.sent :], self.hold)
+            )
         before = self._decode_range(self._start, self._read)
         now = self._decode_range(self._start, len(self.ids))
         if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
             self.text += now[len(before) :]
             self._start, self._read = self._read, len(self.ids)
-        return self._release_text(self.text, self.sent + held_back(self.text[self.sent :], self.hold))
+        return self._release_text(
+            self.text, self.sent + held_back(self.text[self.sent :], self.hold)
+        )
 
     def finish_text(self, whole: str) -> str:
         """What of the whole text, as an answer in one piece would have it, has not been said."""
-        return self._release_text(whole, len(whole)) if whole.startswith(self.text[: self.sent]) else ""
+        return (
+            self._release_text(whole, len(whole))
+            if whole.startswith(self.text[: self.sent])
+            else ""
+        )
 
     def _decode_range(self, start: int, end: int) -> str:
         return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)
@@ -144,8 +165,15 @@ def join_pieces(pieces: Sequence[Completion]) -> Completion:
     end = pieces[-1]
     if len(pieces) == 1:
         return end
-    alternatives = None if end.alternatives is None else [one for piece in pieces for one in piece.alternatives or []]
+    alternatives = (
+        None
+        if end.alternatives is None
+        else [one for piece in pieces for one in piece.alternatives or []]
+    )
     return replace(
-        end, ids=[i for piece in pieces for i in piece.ids], logprobs=[x for piece in pieces for x in piece.logprobs],
-        versions=[v for piece in pieces for v in piece.versions], alternatives=alternatives,
-    )  # fmt: skip
+        end,
+        ids=[i for piece in pieces for i in piece.ids],
+        logprobs=[x for piece in pieces for x in piece.logprobs],
+        versions=[v for piece in pieces for v in piece.versions],
+        alternatives=alternatives,
+    )

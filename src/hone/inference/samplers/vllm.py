@@ -42,8 +42,13 @@ class VllmSampler(Sampler):
         self._vocabulary = int(text["vocab_size"])
         self._context = self._positions = int(text.get("max_position_embeddings") or 0)
         pools = max(1, -(-(max_batch_size or 256) // POOL))
-        transports = [httpx.AsyncHTTPTransport(uds=str(process.socket), limits=_LIMITS) for _ in range(pools)]
-        self._pools = [httpx.AsyncClient(transport=one, base_url="http://vllm", timeout=None) for one in transports]
+        transports = [
+            httpx.AsyncHTTPTransport(uds=str(process.socket), limits=_LIMITS) for _ in range(pools)
+        ]
+        self._pools = [
+            httpx.AsyncClient(transport=one, base_url="http://vllm", timeout=None)
+            for one in transports
+        ]
         self._turn = itertools.cycle(self._pools)
         self._open = asyncio.Event()  # to requests; closed while weights change
         self._open.set()
@@ -80,14 +85,18 @@ class VllmSampler(Sampler):
         pieces: list[Completion] = []
         try:
             async with asyncio.timeout(request.timeout):
-                async with aclosing(self._iterate_pieces(request, streamed=request.timeout is not None)) as found:
+                async with aclosing(
+                    self._iterate_pieces(request, streamed=request.timeout is not None)
+                ) as found:
                     async for piece in found:
                         pieces.append(piece)
         except TimeoutError:
             pieces.append(_build_end(request, "timeout"))
         return _join_pieces(request, pieces)
 
-    async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncGenerator[tuple[int, Completion], None]:
+    async def stream(
+        self, requests: Sequence[GenerateRequest]
+    ) -> AsyncGenerator[tuple[int, Completion], None]:
         queue: asyncio.Queue[tuple[int, Completion | BaseException]] = asyncio.Queue()
 
         async def stream_one(i: int, request: GenerateRequest) -> None:
@@ -121,7 +130,9 @@ class VllmSampler(Sampler):
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _iterate_pieces(self, request: GenerateRequest, streamed: bool) -> AsyncGenerator[Completion, None]:
+    async def _iterate_pieces(
+        self, request: GenerateRequest, streamed: bool
+    ) -> AsyncGenerator[Completion, None]:
         """What is written, over updates of the weights; the last has a finish_reason."""
         self._check_request(request)
         written: list[int] = []
@@ -138,7 +149,11 @@ class VllmSampler(Sampler):
                     async for piece in asked:
                         reason = piece.finish_reason
                         # One answer in one piece, asked before an update and not ended by it, may be of either version.
-                        if updates != self._updates and not streamed and (reason != "abort" or is_anew):
+                        if (
+                            updates != self._updates
+                            and not streamed
+                            and (reason != "abort" or is_anew)
+                        ):
                             reason, written = "abort", []
                             break
                         written = written + piece.ids
@@ -195,7 +210,9 @@ class VllmSampler(Sampler):
                 f"This model's maximum context length is {self._context} tokens, the prompt alone has {length}"
             )
         if max(request.prompt_ids) >= self._vocabulary:
-            raise ValueError(f"token id {max(request.prompt_ids)} is not one of the model's: it has {self._vocabulary}")
+            raise ValueError(
+                f"token id {max(request.prompt_ids)} is not one of the model's: it has {self._vocabulary}"
+            )
         if request.adapter is not None:
             self.require_capability("adapters")
         if request.sampling.raw_logprobs and request.sampling.temperature not in (0.0, 1.0):
@@ -223,7 +240,9 @@ class VllmSampler(Sampler):
             "stop_token_ids": [] if how.ignore_eos else sorted(request.stop_ids),
             "stop": list(strings) or None,
             "include_stop_str_in_output": True,
-            "structured_outputs": {form.form.kind: form.form.value} if isinstance(form, Following) else None,
+            "structured_outputs": {form.form.kind: form.form.value}
+            if isinstance(form, Following)
+            else None,
             "logprobs": how.top_logprobs,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -245,12 +264,22 @@ class VllmSampler(Sampler):
         if len(ids) > self._positions or max(ids) >= self._vocabulary:
             raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
         if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token
-            raise ContextFull(f"This model's maximum context length is {self._context} tokens, there are {len(ids)}")
-        body = {"model": NAME, "prompt": ids, "max_tokens": 1, "prompt_logprobs": number, "add_special_tokens": False}
+            raise ContextFull(
+                f"This model's maximum context length is {self._context} tokens, there are {len(ids)}"
+            )
+        body = {
+            "model": NAME,
+            "prompt": ids,
+            "max_tokens": 1,
+            "prompt_logprobs": number,
+            "add_special_tokens": False,
+        }
         read = None
         while read is None:  # new weights have ended it
             await self._open.wait()
-            read = (await self._call_json("POST", "/v1/completions", body))["choices"][0]["prompt_logprobs"]
+            read = (await self._call_json("POST", "/v1/completions", body))["choices"][0][
+                "prompt_logprobs"
+            ]
         read = read[1:]
         own = [place[str(token)]["logprob"] for place, token in zip(read, ids[1:], strict=True)]
         every = [[(int(token), one["logprob"]) for token, one in place.items()] for place in read]
@@ -260,10 +289,15 @@ class VllmSampler(Sampler):
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
         async with self._changing:
-            taken = await asyncio.to_thread(self.process.files.take_version, place, version, message)
+            taken = await asyncio.to_thread(
+                self.process.files.take_version, place, version, message
+            )
             load: dict[str, Any] = {"method": "hone_take_weights", "kwargs": {"words": taken}}
             if isinstance(taken, Path):
-                load = {"method": "reload_weights", "kwargs": {"weights_path": str(taken.resolve())}}
+                load = {
+                    "method": "reload_weights",
+                    "kwargs": {"weights_path": str(taken.resolve())},
+                }
             self._open.clear()
             self._updates += 1
             try:
@@ -373,9 +407,12 @@ def _parse_choice(choice: dict[str, Any], version: int, number: int) -> Completi
     if number:
         places = ((place or {}).items() for place in found.get("top_logprobs") or [])
         alternatives = [
-            _parse_top_logprobs([(int(name.removeprefix(TOKEN)), x) for name, x in one], number) for one in places
+            _parse_top_logprobs([(int(name.removeprefix(TOKEN)), x) for name, x in one], number)
+            for one in places
         ]
-    return Completion(ids, logprobs, [version] * len(ids), choice.get("finish_reason") or "", alternatives)
+    return Completion(
+        ids, logprobs, [version] * len(ids), choice.get("finish_reason") or "", alternatives
+    )
 
 
 def _build_end(request: GenerateRequest, reason: str) -> Completion:

@@ -28,17 +28,33 @@ from hone.transport.gpu_memory import Owned
 from hone.transport.transports import Receivers
 from hone.transport.weight_transport import Tensors
 
-EMBEDDING, HEAD, INDEX = "model.embed_tokens.weight", "lm_head.weight", "model.safetensors.index.json"
-NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")  # keys of a config.json
+EMBEDDING, HEAD, INDEX = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.safetensors.index.json",
+)
+NO_SHAPE = (
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_name_or_path",
+    "use_cache",
+)  # keys of a config.json
 
 
 class VllmFiles:
     """`model`: what is served at first; `home`: a directory of ours; `shares`: vLLM's workers can read our memory."""
 
-    def __init__(self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False) -> None:
+    def __init__(
+        self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False
+    ) -> None:
         self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
         self.config = read_model_config(model)
-        self.spec = parse_model_config(self.config, str(model / "config.json")) if is_known(self.config) else None
+        self.spec = (
+            parse_model_config(self.config, str(model / "config.json"))
+            if is_known(self.config)
+            else None
+        )
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights on their way from a transport other than files
@@ -83,7 +99,9 @@ class VllmFiles:
 
     def _allocate_tensors(self, device: str) -> Tensors:
         if self.spec is None:
-            raise ValueError("this model is none of Hone's families: its weights come as files alone")
+            raise ValueError(
+                "this model is none of Hone's families: its weights come as files alone"
+            )
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
     def _allocate_copy(self) -> Owned | None:
@@ -124,9 +142,16 @@ class VllmFiles:
         where = find_weights(None, source) if any(source.glob("*.safetensors")) else {}
         if EMBEDDING in where and HEAD not in where:
             with safe_open(where[EMBEDDING], framework="pt") as reader:
-                save_file({HEAD: reader.get_tensor(EMBEDDING)}, place / "head.safetensors", {"format": "pt"})
+                save_file(
+                    {HEAD: reader.get_tensor(EMBEDDING)},
+                    place / "head.safetensors",
+                    {"format": "pt"},
+                )
             where[HEAD] = place / "head.safetensors"
         if (source / INDEX).is_file():
-            index = {"metadata": {}, "weight_map": {name: file.name for name, file in where.items()}}
+            index = {
+                "metadata": {},
+                "weight_map": {name: file.name for name, file in where.items()},
+            }
             (place / INDEX).write_text(json.dumps(index))
         return place

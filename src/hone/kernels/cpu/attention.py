@@ -56,7 +56,9 @@ def copy_columns(x, at, row, count, padded, E, out, out_at, N):
     """out[E x N], `padded` columns of it from `out_at` on: x[count x E] transposed, then zeros."""
     whole = E // LANES * LANES if count >= LANES else 0
     for start in range(0, count if whole else 0, LANES):
-        i = min(start, count - LANES)  # the last vectors may hold some of those before them once more
+        i = min(
+            start, count - LANES
+        )  # the last vectors may hold some of those before them once more
         for e in range(0, whole, LANES):
             transpose(x, at + i * row + e, row, out, out_at + e * N + i, N)
     for i in range(count):
@@ -112,7 +114,10 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
         W, most = longest(sequences, groups[group], groups[group + 1])
         keys, values = np.empty(E * W, np.float32), np.empty(W * E, np.float32)
         queries, mixed = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
-        scores, shares = np.empty(most * W, np.float32), np.empty(most, np.float32)  # 1 / the sum of a row
+        scores, shares = (
+            np.empty(most * W, np.float32),
+            np.empty(most, np.float32),
+        )  # 1 / the sum of a row
         held = (0, 0)  # the prefix that is laid out
         for s in range(groups[group], groups[group + 1]):
             start, length, prefix, P = sequences[s]
@@ -126,7 +131,9 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
             for first in range(0, length, BLOCK):
                 count = min(BLOCK, length - first)
                 rows = (count + ROWS - 1) // ROWS * ROWS
-                copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
+                copy_rows(
+                    q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0
+                )
                 score_rows(queries, keys, W, first, rows, P, N, E, scores)
                 for r in range(0, rows, ROWS):
                     columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
@@ -155,7 +162,25 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
 
 
 @compiled
-def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups, logsum, grad_q, grad_k, grad_v):
+def backward(
+    H,
+    K,
+    E,
+    grad,
+    out,
+    q,
+    q_row,
+    k,
+    k_row,
+    v,
+    v_row,
+    sequences,
+    groups,
+    logsum,
+    grad_q,
+    grad_k,
+    grad_v,
+):
     """Gradients of q (T x H x E), k and v (T x K x E), of the tokens of all sequences. grad, out: T x H x E."""
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
@@ -164,10 +189,16 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
         keys, keys_T = np.empty(W * E, np.float32), np.empty(E * W, np.float32)
         values_T, held = np.empty(E * W, np.float32), (0, 0)  # the prefix that is laid out
         # Whole tiles may go past the last key by less than ROWS: there is room for what nobody reads.
-        of_keys, of_values = np.empty((W + ROWS) * E, np.float32), np.empty((W + ROWS) * E, np.float32)
+        of_keys, of_values = (
+            np.empty((W + ROWS) * E, np.float32),
+            np.empty((W + ROWS) * E, np.float32),
+        )
         queries, grads = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
         of_queries = np.empty(most * E, np.float32)
-        scores, slopes = np.empty(most * W + ROWS, np.float32), np.empty(most * W + ROWS, np.float32)
+        scores, slopes = (
+            np.empty(most * W + ROWS, np.float32),
+            np.empty(most * W + ROWS, np.float32),
+        )
         for s in range(groups[group], groups[group + 1]):  # prefixes stand before what adds to them
             start, length, prefix, P = sequences[s]
             for at in range((start * K + kh) * E, ((start + length) * K + kh) * E, K * E):
@@ -190,8 +221,12 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                 for first in range(0, length, BLOCK):
                     count = min(BLOCK, length - first)
                     rows = (count + ROWS - 1) // ROWS * ROWS
-                    copy_rows(q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0)
-                    copy_rows(grad, ((start + first) * H + h) * E, H * E, count, rows, _f(1), E, grads, 0)
+                    copy_rows(
+                        q, (start + first) * q_row + h * E, q_row, count, rows, scale, E, queries, 0
+                    )
+                    copy_rows(
+                        grad, ((start + first) * H + h) * E, H * E, count, rows, _f(1), E, grads, 0
+                    )
                     score_rows(queries, keys_T, W, first, rows, P, N, E, scores)
                     for r in range(0, rows, ROWS):
                         columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
@@ -203,29 +238,78 @@ def backward(H, K, E, grad, out, q, q_row, k, k_row, v, v_row, sequences, groups
                                 at = ((start + first + i) * H + h) * E
                                 products = splat(_f(0))
                                 for e in range(0, E, LANES):
-                                    products = multiply_add(load(grads, i * E + e), load(out, at + e), products)
+                                    products = multiply_add(
+                                        load(grads, i * E + e), load(out, at + e), products
+                                    )
                                 inner = total(products)
                                 top = get(logsum, (start + first + i) * H + h)
                             for j in range(i * N, i * N + columns, LANES):
                                 weights = exp(add(load(scores, j), splat(-top)))
                                 store(scores, j, weights)
-                                store(slopes, j, multiply(weights, add(load(slopes, j), splat(-inner))))
+                                store(
+                                    slopes,
+                                    j,
+                                    multiply(weights, add(load(slopes, j), splat(-inner))),
+                                )
                             for j in range(i * N + columns, (i + 1) * N, LANES):
                                 store(scores, j, splat(_f(0)))
                                 store(slopes, j, splat(_f(0)))
                         for e in range(0, E, 16):
-                            tile(slopes, r * N, N, 1, keys, e, E, of_queries, r * E + e, E, columns, False)
+                            tile(
+                                slopes,
+                                r * N,
+                                N,
+                                1,
+                                keys,
+                                e,
+                                E,
+                                of_queries,
+                                r * E + e,
+                                E,
+                                columns,
+                                False,
+                            )
                     for c in range(0, N, ROWS):
                         # Own keys from c on are seen from row c - P on: whole tiles before it are zeros.
                         skip = max(0, c - P - first) // ROWS * ROWS
                         if skip < rows:
                             for e in range(0, E, 16):
                                 a, b = skip * N + c, skip * E + e
-                                tile_down(slopes, a, 1, N, queries, b, E, of_keys, c * E + e, E, rows - skip, True)
-                                tile_down(scores, a, 1, N, grads, b, E, of_values, c * E + e, E, rows - skip, True)
+                                tile_down(
+                                    slopes,
+                                    a,
+                                    1,
+                                    N,
+                                    queries,
+                                    b,
+                                    E,
+                                    of_keys,
+                                    c * E + e,
+                                    E,
+                                    rows - skip,
+                                    True,
+                                )
+                                tile_down(
+                                    scores,
+                                    a,
+                                    1,
+                                    N,
+                                    grads,
+                                    b,
+                                    E,
+                                    of_values,
+                                    c * E + e,
+                                    E,
+                                    rows - skip,
+                                    True,
+                                )
                     for i in range(count):
                         for e in range(0, E, LANES):
-                            store(grad_q, ((start + first + i) * H + h) * E + e, load(of_queries, i * E + e))
+                            store(
+                                grad_q,
+                                ((start + first + i) * H + h) * E + e,
+                                load(of_queries, i * E + e),
+                            )
             add_rows(of_keys, 0, P, E, grad_k, (prefix * K + kh) * E, K * E)
             add_rows(of_values, 0, P, E, grad_v, (prefix * K + kh) * E, K * E)
             add_rows(of_keys, P * E, length, E, grad_k, (start * K + kh) * E, K * E)

@@ -48,7 +48,26 @@ def ask_for_rows(top, end, N, x):
 
 @compiled
 def heads_of_rows(
-    T, D, H, K, E, eps, x, delta, norm, weight, q_scale, k_scale, cos, sin, sums, normed, rstd, qkv, heads, heads_rstd
+    T,
+    D,
+    H,
+    K,
+    E,
+    eps,
+    x,
+    delta,
+    norm,
+    weight,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    sums,
+    normed,
+    rstd,
+    qkv,
+    heads,
+    heads_rstd,
 ):
     eps = np.float32(eps)
     for part in prange(blocks_of(T)):
@@ -60,59 +79,208 @@ def heads_of_rows(
 
 @sequence
 def mix_forward(
-    T, D, H, K, E, eps, x, delta, norm, weight, q_scale, k_scale, cos, sin, sequences, groups, total, normed, rstd,
-    qkv, heads, heads_rstd, mixed, logsum,
-):  # fmt: skip
+    T,
+    D,
+    H,
+    K,
+    E,
+    eps,
+    x,
+    delta,
+    norm,
+    weight,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    sequences,
+    groups,
+    total,
+    normed,
+    rstd,
+    qkv,
+    heads,
+    heads_rstd,
+    mixed,
+    logsum,
+):
     """total T x D (x + delta; unused where delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x E, heads T x (H + K) x
     E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     panels = packed_panels(N, D, weight, one, D)
     heads_of_rows(
-        T, D, H, K, E, eps, x, delta, norm, panels, q_scale, k_scale, cos, sin, total, normed, rstd, qkv, heads,
+        T,
+        D,
+        H,
+        K,
+        E,
+        eps,
+        x,
+        delta,
+        norm,
+        panels,
+        q_scale,
+        k_scale,
+        cos,
+        sin,
+        total,
+        normed,
+        rstd,
+        qkv,
+        heads,
         heads_rstd,
-    )  # fmt: skip
+    )
     values = qkv + Q * FLOAT
-    attention.forward(H, K, E, heads, Q, heads + H * E * FLOAT, Q, values, N, sequences, groups, mixed, logsum)
+    attention.forward(
+        H, K, E, heads, Q, heads + H * E * FLOAT, Q, values, N, sequences, groups, mixed, logsum
+    )
 
 
 @compiled
 def heads_of_rows_backward(
-    T, D, H, K, E, of_q, of_k, of_v, grad_total, total, norm, rstd, weight, qkv, q_scale, k_scale, cos, sin, heads_rstd,
-    of_qkv, of_x, of_norm, of_scales,
-):  # fmt: skip
+    T,
+    D,
+    H,
+    K,
+    E,
+    of_q,
+    of_k,
+    of_v,
+    grad_total,
+    total,
+    norm,
+    rstd,
+    weight,
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    heads_rstd,
+    of_qkv,
+    of_x,
+    of_norm,
+    of_scales,
+):
     N = (H + 2 * K) * E
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         of_normed = np.empty((end - top) * D, np.float32)
         norm_rope_rows_backward(
-            top, end, H, K, E, of_q, of_k, of_v, qkv, q_scale, k_scale, cos, sin, heads_rstd, of_qkv, of_scales,
+            top,
+            end,
+            H,
+            K,
+            E,
+            of_q,
+            of_k,
+            of_v,
+            qkv,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            heads_rstd,
+            of_qkv,
+            of_scales,
             part * 2 * E,
-        )  # fmt: skip
+        )
         times(top, end, D, N, of_qkv, weight, of_normed, top)
-        add_norm_rows_backward(top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D)
+        add_norm_rows_backward(
+            top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D
+        )
 
 
 @sequence
 def mix_backward(
-    T, D, H, K, E, threads, grad_total, grad_mixed, total, norm, rstd, normed, weight, qkv, q_scale, k_scale, cos, sin,
-    heads, heads_rstd, mixed, logsum, sequences, groups, of_q, of_k, of_v, of_qkv, of_x, of_norm, of_scales, of_weight,
-):  # fmt: skip
+    T,
+    D,
+    H,
+    K,
+    E,
+    threads,
+    grad_total,
+    grad_mixed,
+    total,
+    norm,
+    rstd,
+    normed,
+    weight,
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    heads,
+    heads_rstd,
+    mixed,
+    logsum,
+    sequences,
+    groups,
+    of_q,
+    of_k,
+    of_v,
+    of_qkv,
+    of_x,
+    of_norm,
+    of_scales,
+    of_weight,
+):
     """of_x T x D, of_weight as the weight, of_norm and of_scales in parts (`row_kernels.py`)."""
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     keys, values = heads + H * E * FLOAT, qkv + Q * FLOAT
     attention.backward(
-        H, K, E, grad_mixed, mixed, heads, Q, keys, Q, values, N, sequences, groups, logsum, of_q, of_k, of_v
+        H,
+        K,
+        E,
+        grad_mixed,
+        mixed,
+        heads,
+        Q,
+        keys,
+        Q,
+        values,
+        N,
+        sequences,
+        groups,
+        logsum,
+        of_q,
+        of_k,
+        of_v,
     )
     panels = packed_panels(D, N, weight, D, one)
     heads_of_rows_backward(
-        T, D, H, K, E, of_q, of_k, of_v, grad_total, total, norm, rstd, panels, qkv, q_scale, k_scale, cos, sin,
-        heads_rstd, of_qkv, of_x, of_norm, of_scales,
-    )  # fmt: skip
+        T,
+        D,
+        H,
+        K,
+        E,
+        of_q,
+        of_k,
+        of_v,
+        grad_total,
+        total,
+        norm,
+        rstd,
+        panels,
+        qkv,
+        q_scale,
+        k_scale,
+        cos,
+        sin,
+        heads_rstd,
+        of_qkv,
+        of_x,
+        of_norm,
+        of_scales,
+    )
     multiply_transposed(N, D, T, of_qkv, N, normed, D, threads, of_weight)
 
 
 @compiled
-def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
+def feed_rows(
+    T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta
+):
     eps = np.float32(eps)
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
@@ -127,7 +295,9 @@ def feed_rows(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed
 
 
 @sequence
-def feed_forward(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta):
+def feed_forward(
+    T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta
+):
     """A = H E. total, normed and delta T x D, rstd T, hidden T x 2F, active T x F."""
     one = np.int64(1)
     weights = (
@@ -136,31 +306,90 @@ def feed_forward(T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, nor
         packed_panels(D, F, down, one, F),
     )
     feed_rows(
-        T, D, A, F, eps, x, mixed, weights[0], norm, weights[1], weights[2], total, normed, rstd, hidden, active, delta
-    )  # fmt: skip
+        T,
+        D,
+        A,
+        F,
+        eps,
+        x,
+        mixed,
+        weights[0],
+        norm,
+        weights[1],
+        weights[2],
+        total,
+        normed,
+        rstd,
+        hidden,
+        active,
+        delta,
+    )
 
 
 @compiled
 def feed_rows_backward(
-    T, D, A, F, grad_total, grad, out, norm, total, rstd, gate_up, hidden, down, of_hidden, of_x, of_mixed, of_norm
+    T,
+    D,
+    A,
+    F,
+    grad_total,
+    grad,
+    out,
+    norm,
+    total,
+    rstd,
+    gate_up,
+    hidden,
+    down,
+    of_hidden,
+    of_x,
+    of_mixed,
+    of_norm,
 ):
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
-        of_active, of_normed = np.empty((end - top) * F, np.float32), np.empty((end - top) * D, np.float32)
+        of_active, of_normed = (
+            np.empty((end - top) * F, np.float32),
+            np.empty((end - top) * D, np.float32),
+        )
         ask_for_rows(top, end, D, grad)
         times(top, end, F, D, grad, down, of_active, top)
         for t in range(top, end):
             swiglu_row_backward(F, of_active, (t - top) * F, hidden, 2 * t * F, of_hidden)
         times(top, end, D, 2 * F, of_hidden, gate_up, of_normed, top)
-        add_norm_rows_backward(top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D)
+        add_norm_rows_backward(
+            top, end, D, of_normed, 0, grad_total, total, norm, rstd, of_x, of_norm, part * D
+        )
         times(top, end, A, D, of_x, out, of_mixed, 0)
 
 
 @sequence
 def feed_backward(
-    T, D, A, F, threads, grad_total, grad, mixed, out, norm, total, normed, rstd, gate_up, hidden, active, down,
-    of_hidden, of_x, of_mixed, of_out, of_norm, of_gate_up, of_down,
-):  # fmt: skip
+    T,
+    D,
+    A,
+    F,
+    threads,
+    grad_total,
+    grad,
+    mixed,
+    out,
+    norm,
+    total,
+    normed,
+    rstd,
+    gate_up,
+    hidden,
+    active,
+    down,
+    of_hidden,
+    of_x,
+    of_mixed,
+    of_out,
+    of_norm,
+    of_gate_up,
+    of_down,
+):
     """of_x T x D, of_mixed T x A, gradients of weights as these; of_norm in parts."""
     one = np.int64(1)
     weights = (
@@ -169,9 +398,24 @@ def feed_backward(
         packed_panels(F, D, down, F, one),
     )
     feed_rows_backward(
-        T, D, A, F, grad_total, grad, weights[0], norm, total, rstd, weights[1], hidden, weights[2], of_hidden, of_x,
-        of_mixed, of_norm,
-    )  # fmt: skip
+        T,
+        D,
+        A,
+        F,
+        grad_total,
+        grad,
+        weights[0],
+        norm,
+        total,
+        rstd,
+        weights[1],
+        hidden,
+        weights[2],
+        of_hidden,
+        of_x,
+        of_mixed,
+        of_norm,
+    )
     multiply_transposed(D, F, T, grad, D, active, F, threads, of_down)
     multiply_transposed(2 * F, D, T, of_hidden, 2 * F, normed, D, threads, of_gate_up)
     multiply_transposed(D, A, T, of_x, D, mixed, A, threads, of_out)

@@ -33,7 +33,9 @@ from hone import machine, preemption
 
 COMPLETE = "complete"  # a file in the directory of kernels, when all are there
 log = logging.getLogger("hone")
-Call = tuple[str, str, tuple[Any, ...]]  # a kernel's module and name, numba's types of its arguments
+Call = tuple[
+    str, str, tuple[Any, ...]
+]  # a kernel's module and name, numba's types of its arguments
 _calls: dict[Call, None] | None = None  # while they are noted
 _compiles_itself = False  # in a process that compiles for others
 
@@ -67,7 +69,9 @@ class Kept:
 def _numba() -> tuple[Any, bool]:
     """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
     here = Path(__file__).parent
-    beside = [here.parent / name for name in ("row_state.py", "stretches.py")]  # whose numbers are compiled in
+    beside = [
+        here.parent / name for name in ("row_state.py", "stretches.py")
+    ]  # whose numbers are compiled in
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), *beside])
     machine.ensure_home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
@@ -81,16 +85,21 @@ def _numba() -> tuple[Any, bool]:
     processor = os.environ.get("NUMBA_CPU_NAME") or get_host_cpu_name()
     built = f"numba{numba.__version__}-{sys.implementation.cache_tag}"
     Kept.directory = (
-        cache / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.instruction_set()}-{processor}-{built}"
+        cache
+        / f"{hashlib.sha256(sources).hexdigest()[:12]}-{machine.instruction_set()}-{processor}-{built}"
     )
     try:
         Kept.directory.parent.mkdir(parents=True, exist_ok=True)
         Kept.directory.mkdir(mode=0o700, exist_ok=True)
         if problem := machine.written_by_others(Kept.directory):
             raise OSError(problem)
-        tempfile.TemporaryFile(dir=Kept.directory).close()  # numba asks for a place to write, also to read
+        tempfile.TemporaryFile(
+            dir=Kept.directory
+        ).close()  # numba asks for a place to write, also to read
     except OSError as error:
-        log.warning("The CPU kernels are compiled for this run alone, which takes minutes: %s", error)
+        log.warning(
+            "The CPU kernels are compiled for this run alone, which takes minutes: %s", error
+        )
         return numba, False
     return numba, True
 
@@ -114,9 +123,14 @@ def _prepare() -> None:
         )  # the other parts of a run wait for this
         environment = os.environ | {"HONE_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": cores}
         command = [sys.executable, "-P", "-m", "hone.launch.kernels"]
-        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
         if done.returncode:
-            log.warning("Kernels are compiled when they are needed: %s", (done.stdout + done.stderr).strip()[-1000:])
+            log.warning(
+                "Kernels are compiled when they are needed: %s",
+                (done.stdout + done.stderr).strip()[-1000:],
+            )
 
 
 @dataclass
@@ -137,9 +151,14 @@ def compiled(function: Any, has_loops: bool = True) -> Any:
         return _Noted(function, _calls)
     _prepare()
     numba, can_keep = _numba()
-    others, numba.config.CACHE_LOCATOR_CLASSES = numba.config.CACHE_LOCATOR_CLASSES, f"{__name__}.Kept"
+    others, numba.config.CACHE_LOCATOR_CLASSES = (
+        numba.config.CACHE_LOCATOR_CLASSES,
+        f"{__name__}.Kept",
+    )
     try:
-        return numba.njit(parallel=has_loops, fastmath=True, cache=can_keep, error_model="numpy")(function)
+        return numba.njit(parallel=has_loops, fastmath=True, cache=can_keep, error_model="numpy")(
+            function
+        )
     finally:
         numba.config.CACHE_LOCATOR_CLASSES = others
 
@@ -168,7 +187,9 @@ def alone() -> Iterator[bool]:
         yield False
         return
     with open(Kept.directory / "lock", "w") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: the work may be done twice
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the work may be done twice
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield not (Kept.directory / COMPLETE).exists()
 
@@ -186,7 +207,9 @@ def _compile(call: Call) -> None:
 
 def compile_all(calls: dict[Call, None]) -> None:
     """Compiles these kernels for these types, one a core at a time."""
-    spawn = multiprocessing.get_context("spawn")  # a fork would inherit torch's threads without what runs them
+    spawn = multiprocessing.get_context(
+        "spawn"
+    )  # a fork would inherit torch's threads without what runs them
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
     with ProcessPoolExecutor(min(machine.usable_cores(), len(calls)), spawn, _works) as pool:
         list(pool.map(_compile, calls))

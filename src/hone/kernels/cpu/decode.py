@@ -78,15 +78,27 @@ def mix_four(shares, first, count, values, at, step, out, out_at):
         one, two = get(shares, first + j), get(shares, first + j + 1)
         here, there = at + j * step, at + (j + 1) * step
         a, w = multiply_add(one, load(values, here), a), multiply_add(two, load(values, there), w)
-        b, x = multiply_add(one, load(values, here + LANES), b), multiply_add(two, load(values, there + LANES), x)
+        b, x = (
+            multiply_add(one, load(values, here + LANES), b),
+            multiply_add(two, load(values, there + LANES), x),
+        )
         here, there = here + 2 * LANES, there + 2 * LANES
         c, y = multiply_add(one, load(values, here), c), multiply_add(two, load(values, there), y)
-        d, z = multiply_add(one, load(values, here + LANES), d), multiply_add(two, load(values, there + LANES), z)
+        d, z = (
+            multiply_add(one, load(values, here + LANES), d),
+            multiply_add(two, load(values, there + LANES), z),
+        )
     if count % 2:
         one, here = get(shares, first + count - 1), at + (count - 1) * step
-        a, b = multiply_add(one, load(values, here), a), multiply_add(one, load(values, here + LANES), b)
+        a, b = (
+            multiply_add(one, load(values, here), a),
+            multiply_add(one, load(values, here + LANES), b),
+        )
         here += 2 * LANES
-        c, d = multiply_add(one, load(values, here), c), multiply_add(one, load(values, here + LANES), d)
+        c, d = (
+            multiply_add(one, load(values, here), c),
+            multiply_add(one, load(values, here + LANES), d),
+        )
     store(out, out_at, add(a, w))
     store(out, out_at + LANES, add(b, x))
     store(out, out_at + 2 * LANES, add(c, y))
@@ -101,10 +113,16 @@ def mix_two(shares, first, count, values, at, step, out, out_at):
         one, two = get(shares, first + j), get(shares, first + j + 1)
         here, there = at + j * step, at + (j + 1) * step
         a, w = multiply_add(one, load(values, here), a), multiply_add(two, load(values, there), w)
-        b, x = multiply_add(one, load(values, here + LANES), b), multiply_add(two, load(values, there + LANES), x)
+        b, x = (
+            multiply_add(one, load(values, here + LANES), b),
+            multiply_add(two, load(values, there + LANES), x),
+        )
     if count % 2:
         one, here = get(shares, first + count - 1), at + (count - 1) * step
-        a, b = multiply_add(one, load(values, here), a), multiply_add(one, load(values, here + LANES), b)
+        a, b = (
+            multiply_add(one, load(values, here), a),
+            multiply_add(one, load(values, here + LANES), b),
+        )
     store(out, out_at, add(a, w))
     store(out, out_at + LANES, add(b, x))
 
@@ -168,7 +186,9 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, o
             while e < E:
                 sum_so_far = load(mixed, h * E + e)
                 for j in range(count):
-                    sum_so_far = multiply_add(get(scores, shares + j), load(values, here + e + j * step), sum_so_far)
+                    sum_so_far = multiply_add(
+                        get(scores, shares + j), load(values, here + e + j * step), sum_so_far
+                    )
                 store(mixed, h * E + e, sum_so_far)
                 e += LANES
     for h in range(H):
@@ -178,7 +198,26 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, o
 
 
 @compiled
-def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active, state, table, table_row, out):
+def attend(
+    B,
+    H,
+    K,
+    E,
+    q,
+    q_row,
+    k,
+    k_row,
+    v,
+    v_row,
+    keys,
+    values,
+    PAGE,
+    active,
+    state,
+    table,
+    table_row,
+    out,
+):
     """Stores k, v of the new token in the cache, then mixes what the sequence has there: out B x (H * E).
 
     Row active[b] of `state` and `table` is the sequence's.
@@ -192,9 +231,21 @@ def attend(B, H, K, E, q, q_row, k, k_row, v, v_row, keys, values, PAGE, active,
             put(keys, cell + d, get(k, b * k_row + d))
             put(values, cell + d, get(v, b * v_row + d))
         mix_row(
-            H, K, E, q, b * q_row, keys, values, PAGE, position + 1, table, row * table_row, next_row * table_row, out,
+            H,
+            K,
+            E,
+            q,
+            b * q_row,
+            keys,
+            values,
+            PAGE,
+            position + 1,
+            table,
+            row * table_row,
+            next_row * table_row,
+            out,
             b * H * E,
-        )  # fmt: skip
+        )
 
 
 @inlined
@@ -207,10 +258,25 @@ def _mix(z):
 
 @inlined
 def draw_row(
-    row, V, logits, at, plain, plain_at, has_plain, parameters, state, stops, num_stops, tokens, logprobs, capacity,
-    advance, weights,
-):  # fmt: skip
-    """Draws a slot's token from V logits from `at` on, and notes it (`engine/token_sampler.py`). weights: room for V."""
+    row,
+    V,
+    logits,
+    at,
+    plain,
+    plain_at,
+    has_plain,
+    parameters,
+    state,
+    stops,
+    num_stops,
+    tokens,
+    logprobs,
+    capacity,
+    advance,
+    weights,
+):
+    """Draws a slot's token from V logits from `at` on, and notes it
+    (`engine/token_sampler.py`). weights: room for V."""
     own = row * FIELDS
     count = get_integer(state, own + COUNT)
     bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))
@@ -263,13 +329,40 @@ def draw_row(
 
 @compiled
 def draw(
-    B, V, logits, plain, has_plain, parameters, state, active, stops, num_stops, tokens, logprobs, capacity, advance
+    B,
+    V,
+    logits,
+    plain,
+    has_plain,
+    parameters,
+    state,
+    active,
+    stops,
+    num_stops,
+    tokens,
+    logprobs,
+    capacity,
+    advance,
 ):
     """Draws a token for every active row that is not done. logits, plain: B x V."""
     for b in prange(B):
         row = get_integer(active, b)
         if get_integer(state, row * FIELDS + DONE) == 0:
             draw_row(
-                row, V, logits, b * V, plain, b * V, has_plain, parameters, state, stops, num_stops, tokens, logprobs,
-                capacity, advance, np.empty(V, np.float32),
-            )  # fmt: skip
+                row,
+                V,
+                logits,
+                b * V,
+                plain,
+                b * V,
+                has_plain,
+                parameters,
+                state,
+                stops,
+                num_stops,
+                tokens,
+                logprobs,
+                capacity,
+                advance,
+                np.empty(V, np.float32),
+            )

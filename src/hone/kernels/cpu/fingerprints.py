@@ -9,7 +9,16 @@ from torch import Tensor
 
 from hone.kernels.cpu.compiling import compiled
 from hone.kernels.cpu.simd import get_integer, put_integer, words
-from hone.kernels.fingerprint_tables import ADDRESS, COLUMNS, COUNT, ODD, POWER, TENSOR, Table, stretches
+from hone.kernels.fingerprint_tables import (
+    ADDRESS,
+    COLUMNS,
+    COUNT,
+    ODD,
+    POWER,
+    TENSOR,
+    Table,
+    stretches,
+)
 
 
 @compiled

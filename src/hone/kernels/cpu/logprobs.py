@@ -12,7 +12,11 @@ _f = np.float32
 @compiled
 def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
     """Of logits N x V over temperature N: log-sum-exp, logprob of the target, entropy, N each."""
-    logits, targets, temperature = floats(logits, (N, V)), integers(targets, N), floats(temperature, N)
+    logits, targets, temperature = (
+        floats(logits, (N, V)),
+        integers(targets, N),
+        floats(temperature, N),
+    )
     for n in prange(N):
         scale = _f(1) / temperature[n]
         top = logits[n, 0]

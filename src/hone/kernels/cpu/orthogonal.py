@@ -61,6 +61,13 @@ def orthogonal(count, table, steps, a, b, c):
     for task in prange(count):
         row = task * COLUMNS
         orthogonal_one(
-            get_integer(table, row + ADDRESS), get_integer(table, row + SHORT), get_integer(table, row + LONG),
-            get_integer(table, row + STEP_SHORT), get_integer(table, row + STEP_LONG), steps, a, b, c,
-        )  # fmt: skip
+            get_integer(table, row + ADDRESS),
+            get_integer(table, row + SHORT),
+            get_integer(table, row + LONG),
+            get_integer(table, row + STEP_SHORT),
+            get_integer(table, row + STEP_LONG),
+            steps,
+            a,
+            b,
+            c,
+        )

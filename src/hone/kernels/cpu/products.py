@@ -19,7 +19,10 @@ from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.simd import LANES, get, load, prefetch, put, store, tile_of, transpose
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
-BLOCK_M, BLOCK_K = 64 // ROWS * ROWS, 256  # rows of a task; depth after which a tile goes back to memory
+BLOCK_M, BLOCK_K = (
+    64 // ROWS * ROWS,
+    256,
+)  # rows of a task; depth after which a tile goes back to memory
 PANELS = 4  # of a task
 BLOCK_T = 384 // ROWS * ROWS  # rows of a task whose A is transposed, at most
 STRETCH = 128  # of K that is packed at once where A is transposed
@@ -59,7 +62,14 @@ def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
         whole = K // LANES * LANES if b_row == 1 and columns == WIDTH else 0
         for j in range(0, WIDTH, LANES):
             for k in range(0, whole, LANES):
-                transpose(b, b_at + k + (first + j) * b_column, b_column, packed, at + k * WIDTH + j, WIDTH)
+                transpose(
+                    b,
+                    b_at + k + (first + j) * b_column,
+                    b_column,
+                    packed,
+                    at + k * WIDTH + j,
+                    WIDTH,
+                )
         for k in range(whole, K):
             for j in range(columns):
                 put(packed, at + k * WIDTH + j, get(b, b_at + k * b_row + (first + j) * b_column))
@@ -96,7 +106,9 @@ def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first)
                     tile(a, a_at, a_row, 1, packed, b_at, WIDTH, out, c_at, N, part, depth > 0)
                 else:
                     rows = min(ROWS, end - m)
-                    edge_tile(a, a_at, a_row, packed, b_at, out, c_at, N, part, depth > 0, rows, columns)
+                    edge_tile(
+                        a, a_at, a_row, packed, b_at, out, c_at, N, part, depth > 0, rows, columns
+                    )
 
 
 @inlined
@@ -123,7 +135,9 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
         for _ in range(K):
-            if first + SPAN <= held:  # whole vectors: what they hold beside the tile is written over next
+            if (
+                first + SPAN <= held
+            ):  # whole vectors: what they hold beside the tile is written over next
                 for i in range(0, ROWS, LANES):
                     store(packed, there + i, load(a, here + i))
             else:
@@ -168,7 +182,10 @@ def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
     for task in prange(blocks * spans):
         top, first = task // spans * height, task % spans * width
         rows, columns = min(M - top, height), min(panels - first, width) * WIDTH
-        packed, panel_of_B = np.zeros(height // ROWS * ROOM, np.float32), np.empty(STRETCH * WIDTH, np.float32)
+        packed, panel_of_B = (
+            np.zeros(height // ROWS * ROOM, np.float32),
+            np.empty(STRETCH * WIDTH, np.float32),
+        )
         sums = np.empty(height * width * WIDTH, np.float32)  # in whole tiles
         of_A = (rows + LINE - 1) // LINE
         of_row = of_A + columns // LINE
@@ -183,10 +200,33 @@ def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
                 for m in range(0, rows, ROWS):
                     if row < min(K, depth + 2 * STRETCH):
                         row, line = ask_for(
-                            a, top, a_column, b, first * WIDTH, b_row, lines, of_A, of_row, row, line
-                        )  # fmt: skip
+                            a,
+                            top,
+                            a_column,
+                            b,
+                            first * WIDTH,
+                            b_row,
+                            lines,
+                            of_A,
+                            of_row,
+                            row,
+                            line,
+                        )
                     a_at, c_at = m // ROWS * ROOM, m * columns + left
-                    tile(packed, a_at, 1, ROWS, panel_of_B, 0, WIDTH, sums, c_at, columns, part, depth > 0)
+                    tile(
+                        packed,
+                        a_at,
+                        1,
+                        ROWS,
+                        panel_of_B,
+                        0,
+                        WIDTH,
+                        sums,
+                        c_at,
+                        columns,
+                        part,
+                        depth > 0,
+                    )
         for m in range(rows):
             for n in range(min(columns, N - first * WIDTH)):
                 put(out, (top + m) * N + first * WIDTH + n, get(sums, m * columns + n))

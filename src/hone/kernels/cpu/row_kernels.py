@@ -10,7 +10,20 @@ from torch import Tensor
 
 from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.products import BLOCK_M, ROWS
-from hone.kernels.cpu.simd import LANES, add, divide, exp, get, load, multiply, multiply_add, put, splat, store, total
+from hone.kernels.cpu.simd import (
+    LANES,
+    add,
+    divide,
+    exp,
+    get,
+    load,
+    multiply,
+    multiply_add,
+    put,
+    splat,
+    store,
+    total,
+)
 
 _f = np.float32
 
@@ -97,7 +110,11 @@ def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
         if scale != 0:
             one, two = one * r * get(scale, e), two * r * get(scale, half + e)
         put(out, out_at + e, one * get(cos, turn + e) + two * get(sin, turn + e))
-        put(out, out_at + half + e, two * get(cos, turn + half + e) + one * get(sin, turn + half + e))
+        put(
+            out,
+            out_at + half + e,
+            two * get(cos, turn + half + e) + one * get(sin, turn + half + e),
+        )
     return r
 
 
@@ -126,7 +143,9 @@ def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
 
 
 @inlined
-def add_norm_rows_backward(top, end, D, grad, grad_at, grad_sums, sums, weight, rstd, grad_x, grad_weight, at):
+def add_norm_rows_backward(
+    top, end, D, grad, grad_at, grad_sums, sums, weight, rstd, grad_x, grad_weight, at
+):
     """Gradient of x (and of delta), and of the weight by these rows: D numbers from `at` on. grad_sums may be 0: none.
     The gradient of row `top` stands at grad_at."""
     of_weight, whole = np.zeros(D, np.float32), _whole(D)
@@ -134,7 +153,9 @@ def add_norm_rows_backward(top, end, D, grad, grad_at, grad_sums, sums, weight, 
         g_at, row, r = grad_at + (t - top) * D, t * D, get(rstd, t)
         products = splat(_f(0))
         for d in range(0, whole, LANES):
-            products = multiply_add(multiply(load(grad, g_at + d), load(weight, d)), load(sums, row + d), products)
+            products = multiply_add(
+                multiply(load(grad, g_at + d), load(weight, d)), load(sums, row + d), products
+            )
         inner = total(products)
         for d in range(whole, D):
             inner += get(grad, g_at + d) * get(weight, d) * get(sums, row + d)
@@ -160,12 +181,32 @@ def norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out,
         for n in range(H + K):
             x, y = (t * (H + 2 * K) + n) * E, (t * (H + K) + n) * E
             scale = q_scale if n < H else k_scale
-            put(rstd, t * (H + K) + n, norm_rope_head(qkv, x, E, scale, cos, sin, t * E, eps, out, y))
+            put(
+                rstd,
+                t * (H + K) + n,
+                norm_rope_head(qkv, x, E, scale, cos, sin, t * E, eps, out, y),
+            )
 
 
 @inlined
 def norm_rope_rows_backward(
-    top, end, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin, rstd, grad_qkv, grad_scales, at
+    top,
+    end,
+    H,
+    K,
+    E,
+    grad_q,
+    grad_k,
+    grad_v,
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    rstd,
+    grad_qkv,
+    grad_scales,
+    at,
 ):
     """Gradient of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E from `at` on."""
     half = E // 2
@@ -179,16 +220,31 @@ def norm_rope_rows_backward(
             x, r = (t * (H + 2 * K) + n) * E, get(rstd, t * (H + K) + n)
             for e in range(0, whole, LANES):  # back by the same angle: sines count the other way
                 first, second = load(grad, g + e), load(grad, g + half + e)
-                less = multiply(load(sin, turn + e), splat(_f(-1))), multiply(load(sin, turn + half + e), splat(_f(-1)))
-                store(turned, e, multiply_add(first, load(cos, turn + e), multiply(second, less[0])))
-                store(turned, half + e, multiply_add(second, load(cos, turn + half + e), multiply(first, less[1])))
+                less = (
+                    multiply(load(sin, turn + e), splat(_f(-1))),
+                    multiply(load(sin, turn + half + e), splat(_f(-1))),
+                )
+                store(
+                    turned, e, multiply_add(first, load(cos, turn + e), multiply(second, less[0]))
+                )
+                store(
+                    turned,
+                    half + e,
+                    multiply_add(second, load(cos, turn + half + e), multiply(first, less[1])),
+                )
             for e in range(whole, half):
                 one, two = get(grad, g + e), get(grad, g + half + e)
                 put(turned, e, one * get(cos, turn + e) - two * get(sin, turn + e))
-                put(turned, half + e, two * get(cos, turn + half + e) - one * get(sin, turn + half + e))
+                put(
+                    turned,
+                    half + e,
+                    two * get(cos, turn + half + e) - one * get(sin, turn + half + e),
+                )
             products = splat(_f(0))
             for e in range(0, _whole(E), LANES):
-                products = multiply_add(multiply(load(turned, e), load(scale, e)), load(qkv, x + e), products)
+                products = multiply_add(
+                    multiply(load(turned, e), load(scale, e)), load(qkv, x + e), products
+                )
             inner = total(products)
             for e in range(_whole(E), E):
                 inner += get(turned, e) * get(scale, e) * get(qkv, x + e)
@@ -196,7 +252,11 @@ def norm_rope_rows_backward(
             for e in range(0, _whole(E), LANES):
                 here, value = load(turned, e), load(qkv, x + e)
                 there = of_scale + e
-                store(of_scales, there, multiply_add(multiply(here, value), splat(r), load(of_scales, there)))
+                store(
+                    of_scales,
+                    there,
+                    multiply_add(multiply(here, value), splat(r), load(of_scales, there)),
+                )
                 of_x = multiply_add(value, splat(inner), multiply(here, load(scale, e)))
                 store(grad_qkv, x + e, multiply(of_x, splat(r)))
             for e in range(_whole(E), E):
@@ -249,7 +309,7 @@ def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_we
         top, end = bounds(part, T)
         add_norm_rows_backward(
             top, end, D, grad, top * D, grad_sums, sums, weight, rstd, grad_x, grad_weight, part * D
-        )  # fmt: skip
+        )
 
 
 @compiled
@@ -268,9 +328,24 @@ def norm_rope_backward(
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         norm_rope_rows_backward(
-            top, end, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin,
-            rstd, grad_qkv, grad_scales, part * 2 * E,
-        )  # fmt: skip
+            top,
+            end,
+            H,
+            K,
+            E,
+            grad_q,
+            grad_k,
+            grad_v,
+            qkv,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            rstd,
+            grad_qkv,
+            grad_scales,
+            part * 2 * E,
+        )
 
 
 @compiled

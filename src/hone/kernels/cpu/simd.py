@@ -46,12 +46,16 @@ def _operation(emit: Emit, result: types.Type, *arguments: types.Type) -> tuple[
     return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
 
-def _call(builder: Any, name: str, *values: Any, returns: Any = None, flags: tuple[str, ...] = ()) -> Any:
+def _call(
+    builder: Any, name: str, *values: Any, returns: Any = None, flags: tuple[str, ...] = ()
+) -> Any:
     """Calls one of LLVM's own functions on values of one type."""
     suffix = f"v{LANES}f32" if isinstance(values[-1].type, ir.VectorType) else "f32"
     kind = ir.FunctionType(returns or values[-1].type, [value.type for value in values])
     return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"{name}.{suffix}"), values, fastmath=flags
+        cgutils.get_or_insert_function(builder.module, kind, f"{name}.{suffix}"),
+        values,
+        fastmath=flags,
     )
 
 
@@ -64,7 +68,9 @@ def _fill(builder: Any, scalar: Any) -> Any:
 # ------------------------------------------------------------------------------------------------ memory
 
 
-def _address(context: Any, builder: Any, kind: types.Type, memory: Any, at: Any, of: Any = _FLOAT) -> Any:
+def _address(
+    context: Any, builder: Any, kind: types.Type, memory: Any, at: Any, of: Any = _FLOAT
+) -> Any:
     if isinstance(kind, types.Array):
         first = context.make_array(kind)(context, builder, memory).data
     else:
@@ -147,7 +153,9 @@ def prefetch(typing: Any, memory: Any, at: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         address = builder.bitcast(_address(context, builder, signature.args[0], *arguments), byte)
-        builder.call(function, [address, number(_INT, 0), number(_INT, 3), number(_INT, 1)])  # to read, near, data
+        builder.call(
+            function, [address, number(_INT, 0), number(_INT, 3), number(_INT, 1)]
+        )  # to read, near, data
         return context.get_dummy_value()
 
     return types.void(memory, types.intp), generate
@@ -164,7 +172,9 @@ def _pointer_to(kind: types.Type) -> Any:
     return pointer
 
 
-_floats, _integers, _words = (_pointer_to(kind) for kind in (types.float32, types.int64, types.int32))
+_floats, _integers, _words = (
+    _pointer_to(kind) for kind in (types.float32, types.int64, types.int32)
+)
 
 
 @njit
@@ -224,7 +234,9 @@ def total(typing: Any, x: Any) -> Any:
 
     def emit(builder: Any, a: Any) -> Any:
         zero = ir.Constant(_FLOAT, 0.0)
-        return _call(builder, "llvm.vector.reduce.fadd", zero, a, returns=_FLOAT, flags=("reassoc",))
+        return _call(
+            builder, "llvm.vector.reduce.fadd", zero, a, returns=_FLOAT, flags=("reassoc",)
+        )
 
     return _operation(emit, types.float32, lanes)
 
@@ -262,17 +274,29 @@ def exp(typing: Any, x: Any) -> Any:
             return _call(builder, "llvm.fma", p, q, r)
 
         is_zero = builder.fcmp_ordered("<", a, constant(-87.0))
-        a = _call(builder, "llvm.minnum", _call(builder, "llvm.maxnum", a, constant(-87.0)), constant(88.0))
+        a = _call(
+            builder,
+            "llvm.minnum",
+            _call(builder, "llvm.maxnum", a, constant(-87.0)),
+            constant(88.0),
+        )
         n = _call(builder, "llvm.rint", builder.fmul(a, constant(1.44269502162933349609375)))
         r = fma(n, constant(-0.693359375), a)
         r = fma(n, constant(2.12194440054690465331e-4), r)
         y = constant(1.98756915167905390263e-4)
-        for coefficient in (1.39819993637502193451e-3, 8.33345204591751098633e-3, 4.16657961905002593994e-2,
-                            0.166666656732559204102, 0.5):  # fmt: skip
+        for coefficient in (
+            1.39819993637502193451e-3,
+            8.33345204591751098633e-3,
+            4.16657961905002593994e-2,
+            0.166666656732559204102,
+            0.5,
+        ):
             y = fma(y, r, constant(coefficient))
         y = builder.fadd(fma(y, builder.fmul(r, r), r), constant(1.0))
         power = builder.shl(builder.add(builder.fptosi(n, integer), whole(127)), whole(23))
-        return builder.select(is_zero, constant(0.0), builder.fmul(y, builder.bitcast(power, a.type)))
+        return builder.select(
+            is_zero, constant(0.0), builder.fmul(y, builder.bitcast(power, a.type))
+        )
 
     kind = lanes if x is lanes else types.float32
     return _operation(emit, kind, kind)
@@ -294,22 +318,43 @@ def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
 
     @intrinsic
     def tile(
-        typing: Any, a: Any, a_at: Any, a_row: Any, a_column: Any, b: Any, b_at: Any, b_row: Any, c: Any, c_at: Any,
-        c_row: Any, K: Any, adds: Any,
-    ) -> Any:  # fmt: skip
+        typing: Any,
+        a: Any,
+        a_at: Any,
+        a_row: Any,
+        a_column: Any,
+        b: Any,
+        b_at: Any,
+        b_row: Any,
+        c: Any,
+        c_at: Any,
+        c_row: Any,
+        K: Any,
+        adds: Any,
+    ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
             _, _, a_row, a_column, _, _, b_row, _, _, c_row, K, adds = arguments
             kinds, number = signature.args, ir.Constant
-            first = {i: _address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 4, 7)}
+            first = {
+                i: _address(context, builder, kinds[i], arguments[i], arguments[i + 1])
+                for i in (0, 4, 7)
+            }
             width = range(vectors)
 
             def vector_at(address: Any, v: int) -> Any:
-                return builder.bitcast(builder.gep(address, [number(a_row.type, v * LANES)]), _VECTOR.as_pointer())
+                return builder.bitcast(
+                    builder.gep(address, [number(a_row.type, v * LANES)]), _VECTOR.as_pointer()
+                )
 
-            rows_of_C = [builder.gep(first[7], [builder.mul(c_row, number(c_row.type, m))]) for m in range(rows)]
+            rows_of_C = [
+                builder.gep(first[7], [builder.mul(c_row, number(c_row.type, m))])
+                for m in range(rows)
+            ]
             places = [vector_at(row, v) for row in rows_of_C for v in width]
             starts_of_A = [
-                _as_it_is(builder, builder.gep(first[0], [builder.mul(a_row, number(a_row.type, m))]))
+                _as_it_is(
+                    builder, builder.gep(first[0], [builder.mul(a_row, number(a_row.type, m))])
+                )
                 for m in range(rows)
             ]
             before = builder.block
@@ -335,9 +380,18 @@ def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
                 row, column = builder.mul(k, b_row), builder.mul(k, a_column)
                 for i in range(steps):
                     if i:  # no load of the next k before those of this one, for which there is no register
-                        builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+                        builder.asm(
+                            ir.FunctionType(ir.VoidType(), []),
+                            "",
+                            "~{memory}",
+                            [],
+                            side_effect=True,
+                        )
                         row, column = builder.add(row, b_row), builder.add(column, a_column)
-                    right = [builder.load(vector_at(builder.gep(first[4], [row]), v), align=4) for v in width]
+                    right = [
+                        builder.load(vector_at(builder.gep(first[4], [row]), v), align=4)
+                        for v in width
+                    ]
                     for m, start_of_A in enumerate(starts_of_A):
                         left = _fill(builder, builder.load(builder.gep(start_of_A, [column])))
                         for v in width:
@@ -364,10 +418,14 @@ def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, x_row, _, _, row = arguments
         kinds, number = signature.args, ir.Constant
-        first, there = (_address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 3))
+        first, there = (
+            _address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 3)
+        )
 
         def place(start: Any, step: Any, i: int) -> Any:
-            return builder.bitcast(builder.gep(start, [builder.mul(step, number(step.type, i))]), _VECTOR.as_pointer())
+            return builder.bitcast(
+                builder.gep(start, [builder.mul(step, number(step.type, i))]), _VECTOR.as_pointer()
+            )
 
         rows = [builder.load(place(first, x_row, i), align=4) for i in range(LANES)]
         half = LANES // 2
@@ -394,9 +452,14 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *_, step, E = arguments
         kinds, number = signature.args, ir.Constant
-        first, row = (_address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 2))
+        first, row = (
+            _address(context, builder, kinds[i], arguments[i], arguments[i + 1]) for i in (0, 2)
+        )
         starts = [builder.gep(row, [builder.mul(step, number(step.type, i))]) for i in range(LANES)]
-        before, head, body, end = builder.block, *(builder.append_basic_block(name) for name in ("head", "body", "end"))
+        before, head, body, end = (
+            builder.block,
+            *(builder.append_basic_block(name) for name in ("head", "body", "end")),
+        )
         builder.branch(head)
         builder.position_at_end(head)
         e = _phi(builder, E.type, (number(E.type, 0), before))
@@ -405,7 +468,9 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
         builder.position_at_end(body)
 
         def vector(start: Any) -> Any:
-            return builder.load(builder.bitcast(builder.gep(start, [e]), _VECTOR.as_pointer()), align=4)
+            return builder.load(
+                builder.bitcast(builder.gep(start, [e]), _VECTOR.as_pointer()), align=4
+            )
 
         left = vector(first)
         for start, x in zip(starts, sums, strict=True):
@@ -417,9 +482,13 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
         pieces, width = sums, LANES // 2
         while len(pieces) > 1:
             low = [start + x for start in range(0, 2 * LANES, 2 * width) for x in range(width)]
-            indices = [number(ir.VectorType(_INT, LANES), [x + half for x in low]) for half in (0, width)]
+            indices = [
+                number(ir.VectorType(_INT, LANES), [x + half for x in low]) for half in (0, width)
+            ]
             pairs = zip(pieces[::2], pieces[1::2], strict=True)
-            pieces = [builder.fadd(*(builder.shuffle_vector(x, y, z) for z in indices)) for x, y in pairs]
+            pieces = [
+                builder.fadd(*(builder.shuffle_vector(x, y, z) for z in indices)) for x, y in pairs
+            ]
             width //= 2
         return pieces[0]
 
@@ -430,7 +499,9 @@ def _as_it_is(builder: Any, address: Any) -> Any:
     """An address that the compiler knows nothing about. Else it walks from row to row of A by additions that wait for
     each other, as long as the arithmetic itself takes with AVX2."""
     whole = builder.ptrtoint(address, ir.IntType(64))
-    hidden = builder.asm(ir.FunctionType(whole.type, [whole.type]), "", "=r,0", [whole], side_effect=False)
+    hidden = builder.asm(
+        ir.FunctionType(whole.type, [whole.type]), "", "=r,0", [whole], side_effect=False
+    )
     return builder.inttoptr(hidden, address.type)
 
 

@@ -82,9 +82,33 @@ def _go_on(count, own, left, most, following, end, steps, active, state, table_r
 
 @inlined
 def _block(
-    rows, top, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table, results, x,
-    normed, wide, inner, delta, query,
-):  # fmt: skip
+    rows,
+    top,
+    tokens,
+    D,
+    H,
+    K,
+    E,
+    F,
+    V,
+    layers,
+    addresses,
+    embed,
+    cos,
+    sin,
+    eps,
+    norm,
+    head,
+    PAGE,
+    table,
+    results,
+    x,
+    normed,
+    wide,
+    inner,
+    delta,
+    query,
+):
     """Takes `rows` tokens from `top` on through all layers; returns how many are wanted: their logits are the first
     rows of `wide`, of V padded, `results` says whose. The rest is room for a block."""
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
@@ -103,25 +127,46 @@ def _block(
         _add_bias(wide, row, rows, N, get_integer(addresses, a + QKV_BIAS))
         for m in range(rows):
             position = get_integer(tokens, (top + m) * COLUMNS + POSITION)
-            cell = cell_of(position, PAGE, table, get_integer(tokens, (top + m) * COLUMNS + PAGES)) * width
+            cell = (
+                cell_of(position, PAGE, table, get_integer(tokens, (top + m) * COLUMNS + PAGES))
+                * width
+            )
             for n in range(K):
                 scale, there = get_integer(addresses, a + K_NORM), cell + n * E
-                norm_rope_head(wide, m * row + (H + n) * E, E, scale, cos, sin, position * E, eps, keys, there)
+                norm_rope_head(
+                    wide, m * row + (H + n) * E, E, scale, cos, sin, position * E, eps, keys, there
+                )
             for d in range(width):
                 put(values, cell + d, get(wide, m * row + (H + K) * E + d))
-        kept = 0  # after its keys and values, the last layer has to do with nothing but what is wanted
+        kept = (
+            0  # after its keys and values, the last layer has to do with nothing but what is wanted
+        )
         for m in range(rows):
             if layer < layers - 1 or results[m] >= 0:
                 position = get_integer(tokens, (top + m) * COLUMNS + POSITION)
                 for n in range(H):
                     scale = get_integer(addresses, a + Q_NORM)
-                    norm_rope_head(wide, m * row + n * E, E, scale, cos, sin, position * E, eps, query, n * E)
+                    norm_rope_head(
+                        wide, m * row + n * E, E, scale, cos, sin, position * E, eps, query, n * E
+                    )
                 pages = get_integer(tokens, (top + m) * COLUMNS + PAGES)
                 next_pages = get_integer(tokens, (top + min(m + 1, rows - 1)) * COLUMNS + PAGES)
                 mix_row(
-                    H, K, E, query, 0, keys, values, PAGE, position + 1, table, pages, next_pages, inner,
+                    H,
+                    K,
+                    E,
+                    query,
+                    0,
+                    keys,
+                    values,
+                    PAGE,
+                    position + 1,
+                    table,
+                    pages,
+                    next_pages,
+                    inner,
                     kept * H * E,
-                )  # fmt: skip
+                )
                 if kept < m:
                     results[kept] = results[m]
                     for d in range(D):
@@ -152,9 +197,38 @@ def _block(
 
 @compiled
 def run(
-    tasks, firsts, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table, out,
-    steps, window, active, state, table_row, parameters, stops, num_stops, drawn, logprobs, capacity,
-):  # fmt: skip
+    tasks,
+    firsts,
+    tokens,
+    D,
+    H,
+    K,
+    E,
+    F,
+    V,
+    layers,
+    addresses,
+    embed,
+    cos,
+    sin,
+    eps,
+    norm,
+    head,
+    PAGE,
+    table,
+    out,
+    steps,
+    window,
+    active,
+    state,
+    table_row,
+    parameters,
+    stops,
+    num_stops,
+    drawn,
+    logprobs,
+    capacity,
+):
     """Keys and values of all tokens go into the cache; logits x V of those that have a row of `out` go there, if steps
     is 0. Else each sequence of `active` takes so many steps, until it is done, `window` of a task's at a time; `tokens`
     is room for what they need.
@@ -170,29 +244,91 @@ def run(
         most = (at_once + ROWS - 1) // ROWS * ROWS
         x, normed = np.zeros(most * D, np.float32), np.zeros(most * D, np.float32)
         wide = np.empty(most * _padded(max(N, 2 * F, V)), np.float32)
-        inner, delta = np.zeros(most * max(H * E, F), np.float32), np.empty(most * _padded(D), np.float32)
-        query, results, weights = np.empty(H * E, np.float32), np.empty(most, np.int64), np.empty(V, np.float32)
-        own, left, rows, top, following = np.empty(most, np.int64), np.empty(most, np.int64), 0, first, first
+        inner, delta = (
+            np.zeros(most * max(H * E, F), np.float32),
+            np.empty(most * _padded(D), np.float32),
+        )
+        query, results, weights = (
+            np.empty(H * E, np.float32),
+            np.empty(most, np.int64),
+            np.empty(V, np.float32),
+        )
+        own, left, rows, top, following = (
+            np.empty(most, np.int64),
+            np.empty(most, np.int64),
+            0,
+            first,
+            first,
+        )
         while True:
             if steps == 0:
                 top += rows
                 rows = min(at_once, end - top)
             else:
                 rows, following = _go_on(
-                    rows, own, left, at_once, following, end, steps, active, state, table_row, tokens, first
+                    rows,
+                    own,
+                    left,
+                    at_once,
+                    following,
+                    end,
+                    steps,
+                    active,
+                    state,
+                    table_row,
+                    tokens,
+                    first,
                 )
             if rows == 0:
                 break
             wanted = _block(
-                rows, top, tokens, D, H, K, E, F, V, layers, addresses, embed, cos, sin, eps, norm, head, PAGE, table,
-                results, x, normed, wide, inner, delta, query,
-            )  # fmt: skip
+                rows,
+                top,
+                tokens,
+                D,
+                H,
+                K,
+                E,
+                F,
+                V,
+                layers,
+                addresses,
+                embed,
+                cos,
+                sin,
+                eps,
+                norm,
+                head,
+                PAGE,
+                table,
+                results,
+                x,
+                normed,
+                wide,
+                inner,
+                delta,
+                query,
+            )
             for m in range(wanted):
                 if steps == 0:
                     for v in range(V):
                         put(out, results[m] * V + v, get(wide, m * padded + v))
                 else:
                     draw_row(
-                        results[m], V, wide, m * padded, wide, m * padded, 0, parameters, state, stops, num_stops,
-                        drawn, logprobs, capacity, 1, weights,
-                    )  # fmt: skip
+                        results[m],
+                        V,
+                        wide,
+                        m * padded,
+                        wide,
+                        m * padded,
+                        0,
+                        parameters,
+                        state,
+                        stops,
+                        num_stops,
+                        drawn,
+                        logprobs,
+                        capacity,
+                        1,
+                        weights,
+                    )

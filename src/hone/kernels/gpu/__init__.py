@@ -22,16 +22,26 @@ from torch import Tensor
 
 from hone.kernels import numerics
 
-IS_AVAILABLE = importlib.util.find_spec("triton") is not None and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
+IS_AVAILABLE = (
+    importlib.util.find_spec("triton") is not None
+    and os.environ.get("HONE_GPU_KERNELS", "1") != "0"
+)
 HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
 FUSED_WIDTH = 2048  # of a model; up to here they do so for twice as many tokens
-FEWEST_TOKENS = 32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
-NARROW_WIDTH = 1024  # of a model; up to here all weights of a product have room in the registers of the chip
+FEWEST_TOKENS = (
+    32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
+)
+NARROW_WIDTH = (
+    1024  # of a model; up to here all weights of a product have room in the registers of the chip
+)
 MOST_PARTS = 8  # of the inner dimension of a product
 LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
-MANY_TOKENS, SMALL_WEIGHT = 128, 7 * 2**20  # up to here starting early is worth more than what torch's product gains
+MANY_TOKENS, SMALL_WEIGHT = (
+    128,
+    7 * 2**20,
+)  # up to here starting early is worth more than what torch's product gains
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,9 @@ def has_dependent_launch() -> bool:
 @functools.cache
 def processors() -> int:
     """Multiprocessors of the GPU."""
-    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+    return (
+        torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
+    )
 
 
 @functools.cache
@@ -144,7 +156,8 @@ def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether products of these rows do what stands around them (`few_row_products.py`): kernels for that would take longer.
+    """Whether products of these rows do what stands around them (`few_row_products.py`): kernels
+    for that would take longer.
 
     Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
     """
@@ -165,7 +178,9 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):
         return 1, 64
-    most = processors() * (2 if T <= FEWEST_TOKENS else 1)  # programs; two of few tokens find room beside each other
+    most = processors() * (
+        2 if T <= FEWEST_TOKENS else 1
+    )  # programs; two of few tokens find room beside each other
 
     def cut(width: int) -> tuple[int, int]:  # parts, programs
         tiles = -(-rows // width) * -(-T // 128)

@@ -26,7 +26,10 @@ TILE = 64
 KEYS = 32  # that a query takes up at once
 FIELDS = tl.constexpr(6)  # of a tile
 LOG2_E = 1.4426950408889634
-SHARES, LEAST = 64, 512  # a program has no more than a 64th of the queries that all tiles of keys see, or 512
+SHARES, LEAST = (
+    64,
+    512,
+)  # a program has no more than a 64th of the queries that all tiles of keys see, or 512
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,17 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
     sequence = np.repeat(np.arange(len(rows)), counts)
     index = np.arange(len(sequence)) - np.repeat(np.cumsum(counts) - counts, counts)
     start, length, nothing = starts[sequence], lengths[sequence], np.zeros_like(index)
-    of_queries = np.stack([start, length, index, prefixes[sequence], prefix_lengths[sequence], nothing], axis=1)
+    of_queries = np.stack(
+        [start, length, index, prefixes[sequence], prefix_lengths[sequence], nothing], axis=1
+    )
 
     first, end = index * TILE, (seen_until - starts)[sequence]
     most = max(LEAST, -(-int((end - first).sum()) // (SHARES * TILE)) * TILE)
     pieces = -(-(end - first) // most)
     tile = np.repeat(np.arange(len(index)), pieces)
-    first = first[tile] + (np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    first = (
+        first[tile] + (np.arange(len(tile)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * most
+    )
     end = np.minimum(end[tile], first + most)
     is_part = pieces[tile] > 1
     part = np.where(is_part, np.cumsum(is_part) - 1, -1)
@@ -66,16 +73,20 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
     split = np.flatnonzero(pieces > 1)
     behind = np.cumsum(pieces[split])
     of_sums = np.stack(
-        [start[split], index[split], length[split], behind - pieces[split], behind, nothing[split]], axis=1
+        [start[split], index[split], length[split], behind - pieces[split], behind, nothing[split]],
+        axis=1,
     )
 
     def on_device(table: NDArray[np.int64], work: NDArray[np.int64]) -> Tensor:
         return to_device(table[np.argsort(-work, kind="stable")].astype(np.int32), device)
 
     return Tiles(
-        on_device(of_queries, index * TILE + prefix_lengths[sequence]), on_device(of_keys, end - first),
-        on_device(of_sums, behind), int(is_part.sum()), bool(prefix_lengths.any()),
-    )  # fmt: skip
+        on_device(of_queries, index * TILE + prefix_lengths[sequence]),
+        on_device(of_keys, end - first),
+        on_device(of_sums, behind),
+        int(is_part.sum()),
+        bool(prefix_lengths.any()),
+    )
 
 
 @triton.jit
@@ -93,9 +104,24 @@ def attend(logits, scale, v_NE, top, size, sum_ME):
 # The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
 @triton.jit(do_not_specialize=["T"])
 def forward_kernel(
-    q, k, v, out, logsum, tiles, scale, T, q_row, k_row, v_row,
-    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    logsum,
+    tiles,
+    scale,
+    T,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PREFIX: tl.constexpr,
+):
     """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens.
 
     Keys come N at a time from position 0 on, whether they are the prefix's or the sequence's own: a query's numbers are
@@ -123,7 +149,9 @@ def forward_kernel(
             k_NE = tl.load(keys + (away + at) * k_row)
             v_NE = tl.load(values + (away + at) * v_row)
             top, size, sum_ME = attend(tl.dot(q_ME, tl.trans(k_NE)), scale, v_NE, top, size, sum_ME)
-        if whole < before:  # the end of the prefix, and as many of the sequence's tokens as make a tile
+        if (
+            whole < before
+        ):  # the end of the prefix, and as many of the sequence's tokens as make a tile
             place = whole + n - before
             inside = (place < length)[:, None]
             there = (whole + tl.where(place < 0, away, -before))[:, None]
@@ -160,13 +188,37 @@ def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.co
 
 @triton.jit(do_not_specialize=["T"])
 def keys_backward_kernel(
-    q, k, v, grad, logsum, inner, dk, dv, parts, tiles, scale, root, T, q_row, k_row, v_row,
-    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad,
+    logsum,
+    inner,
+    dk,
+    dv,
+    parts,
+    tiles,
+    scale,
+    root,
+    T,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+):
     """Tile of N keys of key/value head h: dk and dv, over the queries of the tile, M at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
-    start, index, start_at, end = tl.load(tile), tl.load(tile + 1), tl.load(tile + 3), tl.load(tile + 4)
+    start, index, start_at, end = (
+        tl.load(tile),
+        tl.load(tile + 1),
+        tl.load(tile + 3),
+        tl.load(tile + 4),
+    )
     e = tl.arange(0, E)[None, :]
     m, n = tl.arange(0, M), index * N + tl.arange(0, N)
     first, is_key = start.to(tl.int64), (n < tl.load(tile + 2))[:, None]
@@ -194,7 +246,12 @@ def keys_backward_kernel(
         tl.store(dk + row, (dk_NE * root).to(dk.dtype.element_ty), is_key)
         tl.store(dv + row, dv_NE.to(dv.dtype.element_ty), is_key)
     else:
-        cell = parts + (part * (H // GROUP) + h).to(tl.int64) * 2 * N * E + tl.arange(0, N)[:, None] * E + e
+        cell = (
+            parts
+            + (part * (H // GROUP) + h).to(tl.int64) * 2 * N * E
+            + tl.arange(0, N)[:, None] * E
+            + e
+        )
         tl.store(cell, dk_NE)
         tl.store(cell + N * E, dv_NE)
 
@@ -218,9 +275,27 @@ def sum_parts_kernel(parts, dk, dv, tiles, root, K: tl.constexpr, E: tl.constexp
 
 @triton.jit(do_not_specialize=["T"])
 def queries_backward_kernel(
-    q, k, v, grad, logsum, inner, dq, tiles, scale, root, T, q_row, k_row, v_row,
-    H: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PREFIX: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    grad,
+    logsum,
+    inner,
+    dq,
+    tiles,
+    scale,
+    root,
+    T,
+    q_row,
+    k_row,
+    v_row,
+    H: tl.constexpr,
+    GROUP: tl.constexpr,
+    E: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    PREFIX: tl.constexpr,
+):
     """Tile of M queries of head h: dq, over the keys up to its own, N at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
@@ -246,7 +321,9 @@ def queries_backward_kernel(
             v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
             ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
             dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
-    for at in range(0, tl.minimum(index * M + M, length), N):  # as fast as two loops, of which one needs no mask
+    for at in range(
+        0, tl.minimum(index * M + M, length), N
+    ):  # as fast as two loops, of which one needs no mask
         inside = (at + n < length)[:, None]
         k_NE = tl.load(keys + at * k_row, inside, other=0.0)
         logits = tl.dot(q_ME, tl.trans(k_NE)) * scale
@@ -254,7 +331,11 @@ def queries_backward_kernel(
         v_NE = tl.load(values + at * v_row, inside, other=0.0)
         ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
         dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
-    tl.store(dq + ((first + m)[:, None] * H + h) * E + e, (dq_ME * root).to(dq.dtype.element_ty), inside_m[:, None])
+    tl.store(
+        dq + ((first + m)[:, None] * H + h) * E + e,
+        (dq_ME * root).to(dq.dtype.element_ty),
+        inside_m[:, None],
+    )
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
@@ -262,16 +343,33 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tens
     T, H, E = q.shape
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
     forward_kernel[(len(tiles.of_queries), H)](
-        q, k, v, out, logsum, tiles.of_queries, LOG2_E / E**0.5, T, q.stride(0), k.stride(0), v.stride(0),
-        H=H, GROUP=H // k.shape[1], E=E, M=TILE, N=KEYS, PREFIX=tiles.has_prefixes, num_warps=4, num_stages=3,
+        q,
+        k,
+        v,
+        out,
+        logsum,
+        tiles.of_queries,
+        LOG2_E / E**0.5,
+        T,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        H=H,
+        GROUP=H // k.shape[1],
+        E=E,
+        M=TILE,
+        N=KEYS,
+        PREFIX=tiles.has_prefixes,
+        num_warps=4,
+        num_stages=3,
         enable_fp_fusion=False,
-    )  # fmt: skip
+    )
     return out, logsum
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, tiles: Tiles
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, of that of `out` (contiguous)."""
     T, H, E = q.shape
     K = k.shape[1]
@@ -283,13 +381,42 @@ def backward(
     sizes = {"H": H, "GROUP": H // K, "E": E}
     parts = q.new_empty(tiles.parts, K, 2, TILE, E, dtype=torch.float32)
     keys_backward_kernel[(len(tiles.of_keys), K)](
-        q, k, v, grad, logsum, inner, dk, dv, parts, tiles.of_keys, *rest, **sizes, M=32, N=TILE,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        grad,
+        logsum,
+        inner,
+        dk,
+        dv,
+        parts,
+        tiles.of_keys,
+        *rest,
+        **sizes,
+        M=32,
+        N=TILE,
+        num_warps=4,
+        num_stages=2,
+    )
     if tiles.parts:
-        sum_parts_kernel[(len(tiles.of_sums), K)](parts, dk, dv, tiles.of_sums, root, K=K, E=E, N=TILE, num_warps=4)
+        sum_parts_kernel[(len(tiles.of_sums), K)](
+            parts, dk, dv, tiles.of_sums, root, K=K, E=E, N=TILE, num_warps=4
+        )
     queries_backward_kernel[(len(tiles.of_queries), H)](
-        q, k, v, grad, logsum, inner, dq, tiles.of_queries, *rest, **sizes, M=TILE, N=64, PREFIX=tiles.has_prefixes,
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        grad,
+        logsum,
+        inner,
+        dq,
+        tiles.of_queries,
+        *rest,
+        **sizes,
+        M=TILE,
+        N=64,
+        PREFIX=tiles.has_prefixes,
+        num_warps=4,
+        num_stages=2,
+    )
     return dq, dk, dv

@@ -50,7 +50,9 @@ def together() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     start, run = time.perf_counter(), JITFunction.run
-    in_context = partial(torch.zeros, 1, device="cuda")  # a thread that loads kernels needs the device's context
+    in_context = partial(
+        torch.zeros, 1, device="cuda"
+    )  # a thread that loads kernels needs the device's context
     functions = set[Any]()
     try:
         with (
@@ -63,11 +65,17 @@ def together() -> Iterator[None]:
 
             def loaded(*args: Any, **options: Any) -> Any:
                 kernel = compilers.compile(*args, **options)
-                _ = kernel.run  # makes what launches it, for which Triton may call a C compiler, and loads it
+                _ = (
+                    kernel.run
+                )  # makes what launches it, for which Triton may call a C compiler, and loads it
                 return kernel
 
-            def only_compile(function: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-                _ = function.device_caches[torch.cuda.current_device()]  # of a function that is new this sets `compile`
+            def only_compile(
+                function: Any, *args: Any, grid: Any, warmup: bool, **options: Any
+            ) -> Any:
+                _ = function.device_caches[
+                    torch.cuda.current_device()
+                ]  # of a function that is new this sets `compile`
                 function.compile = loaded
                 functions.add(function)
                 return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)
@@ -82,7 +90,11 @@ def together() -> Iterator[None]:
             function.compile = triton.compile
     seconds = time.perf_counter() - start
     if seconds > WORTH_SAYING:
-        log.info("Compiled %d kernels in %.1f s; Triton keeps them", len(compiling.future_kernels), seconds)
+        log.info(
+            "Compiled %d kernels in %.1f s; Triton keeps them",
+            len(compiling.future_kernels),
+            seconds,
+        )
 
 
 class Compilers:
@@ -105,7 +117,9 @@ class Compilers:
             joining.join()
             process.communicate()
 
-    def compile(self, src: Any, target: Any, options: dict[str, Any], _env_vars: dict[str, str]) -> Any:
+    def compile(
+        self, src: Any, target: Any, options: dict[str, Any], _env_vars: dict[str, str]
+    ) -> Any:
         import triton
 
         here = partial(triton.compile, src, target=target, options=options, _env_vars=_env_vars)
@@ -113,7 +127,14 @@ class Compilers:
             return here()
         self._start()
         elsewhere, function = self.idle.get(), src.fn
-        job = (type(src), function.module, function.fn.__qualname__, src.signature, src.constants, src.attrs)
+        job = (
+            type(src),
+            function.module,
+            function.fn.__qualname__,
+            src.signature,
+            src.constants,
+            src.attrs,
+        )
         try:
             elsewhere(pickle.dumps((job, target, options, _env_vars)))
             return here()
@@ -123,13 +144,20 @@ class Compilers:
     def _start(self) -> None:
         with self.lock:
             wanted, self.wanted = self.wanted, 0
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
         for _ in range(wanted):
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "hone.kernels.gpu.compiling"], stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE, env=environment, start_new_session=True,
-                )  # fmt: skip
+                    [sys.executable, "-P", "-m", "hone.kernels.gpu.compiling"],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,
+                )
             except OSError:  # no more processes may be started: it takes longer
                 return
             joining = threading.Thread(target=self._join, args=(process,), daemon=True)
@@ -150,7 +178,9 @@ def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str,
     backend = make_backend(target)
     key = get_cache_key(src, backend, backend.parse_options(dict(options)), env_vars)
     name = f"{src.name[:150]}.json"
-    return name in (get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {})
+    return name in (
+        get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name) or {}
+    )
 
 
 def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
@@ -176,7 +206,9 @@ def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
             return
         with suppress(Exception):  # who asked compiles once more, and says what is wrong
             function = getattr(importlib.import_module(module), name)
-            triton.compile(kind(function, *source), target=target, options=options, _env_vars=env_vars)
+            triton.compile(
+                kind(function, *source), target=target, options=options, _env_vars=env_vars
+            )
 
 
 if __name__ == "__main__":

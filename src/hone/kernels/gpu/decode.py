@@ -1,6 +1,6 @@
 """Attention of one new token a sequence over the pages of the cache.
 
-    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel, in decode_attention.py) ─────────────────► out
+    qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ─────────────────► out
          └─ newest_heads ─► pages that several share (shared_kernel) ─► what is left (decode_kernel) ───────► out
 
 A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
@@ -35,9 +35,23 @@ MEMBERS = 16  # sequences that one block of shared_kernel serves
 
 @triton.jit
 def _mix(
-    q, scale_log2, keys, values, pages, first, L, head, top, weight, acc,
-    K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    q,
+    scale_log2,
+    keys,
+    values,
+    pages,
+    first,
+    L,
+    head,
+    top,
+    weight,
+    acc,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C, each on top of
     what it is so far; q is E x C.
 
@@ -61,7 +75,11 @@ def _mix(
 @triton.jit
 def _nothing(C: tl.constexpr, E: tl.constexpr):
     """What _mix has before the first token."""
-    return tl.full((C,), -1e30, tl.float32), tl.zeros((C,), tl.float32), tl.zeros((E, C), tl.float32)
+    return (
+        tl.full((C,), -1e30, tl.float32),
+        tl.zeros((C,), tl.float32),
+        tl.zeros((E, C), tl.float32),
+    )
 
 
 @triton.jit
@@ -74,8 +92,16 @@ def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constex
 
 @triton.jit
 def _with_parts(
-    part_acc, part_stats, rows, taken, top, weight, acc, PARTS: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
+    part_acc,
+    part_stats,
+    rows,
+    taken,
+    top,
+    weight,
+    acc,
+    PARTS: tl.constexpr,
+    E: tl.constexpr,
+):
     """What _mix gives, with partial results added that others have put into these `rows`, PARTS x C, if `taken`."""
     s, e = tl.arange(0, PARTS), tl.arange(0, E)[:, None]
     # Not from the L1 cache, which does not know what others have written.
@@ -89,20 +115,44 @@ def _with_parts(
         row = tl.sum(tl.where((s == n)[:, None] & taken, rows, 0), axis=0)
         share = tl.sum(tl.where((s == n)[:, None], theirs, 0.0), axis=0)
         there = tl.max(tl.where((s == n)[:, None], taken.to(tl.int32), 0), axis=0) > 0
-        found = tl.load(part_acc + row[None, :] * E + e, there[None, :], other=0.0, cache_modifier=".cg")
+        found = tl.load(
+            part_acc + row[None, :] * E + e, there[None, :], other=0.0, cache_modifier=".cg"
+        )
         acc += found * share[None, :]
     return best, weight, acc
 
 
 @triton.jit
 def decode_kernel(
-    q, keys, values, out, active, state, table, table_row, part_acc, part_stats, parts, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, C: tl.constexpr,
-    R: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    out,
+    active,
+    state,
+    table,
+    table_row,
+    part_acc,
+    part_stats,
+    parts,
+    scale_log2,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Mixed values of batch row b, out B x (H * E): over PARTS stretches that it shares, and its pages after them."""
     G: tl.constexpr = H // K
-    head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)  # heads of a sequence lie side by side, and run so
+    head, b = (
+        tl.program_id(0),
+        tl.program_id(1).to(tl.int64),
+    )  # heads of a sequence lie side by side, and run so
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1
@@ -113,9 +163,23 @@ def decode_kernel(
     columns = tl.load(q + at, inside, other=0.0, cache_modifier=".cg")
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
-        columns, scale_log2, keys, values, table + slot * table_row, first, L, head, top, weight, acc, K, E, PAGE, TILE,
+        columns,
+        scale_log2,
+        keys,
+        values,
+        table + slot * table_row,
+        first,
+        L,
+        head,
+        top,
+        weight,
+        acc,
+        K,
+        E,
+        PAGE,
+        TILE,
         STAGES,
-    )  # fmt: skip
+    )
     part = tl.load(parts + b * PARTS + tl.arange(0, PARTS))
     rows = ((part // R * K + head) * R + part % R)[:, None] * G + c[None, :]
     wait(PDL)
@@ -127,17 +191,37 @@ def decode_kernel(
 
 @triton.jit
 def shared_kernel(
-    q, keys, values, active, table, table_row, stretches, members, part_acc, part_stats, scale_log2,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr,
-    R: tl.constexpr, GP: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    active,
+    table,
+    table_row,
+    stretches,
+    members,
+    part_acc,
+    part_stats,
+    scale_log2,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    R: tl.constexpr,
+    GP: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     r, g = c // GP, c % GP
-    first, end = tl.load(stretches + i * 2).to(tl.int32) * PAGE, tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE
+    first, end = (
+        tl.load(stretches + i * 2).to(tl.int32) * PAGE,
+        tl.load(stretches + i * 2 + 1).to(tl.int32) * PAGE,
+    )
     b = tl.load(members + i * R + r)
     inside = (b >= 0) & (g < G)
     leader = tl.maximum(tl.load(members + i * R), 0)
@@ -145,10 +229,27 @@ def shared_kernel(
     wait(PDL)
     if first == end:
         return
-    columns = tl.load(q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0)
+    columns = tl.load(
+        q + ((tl.maximum(b, 0) * H + head * G + g) * E)[None, :] + e, inside[None, :], other=0.0
+    )
     top, weight, acc = _nothing(C, E)
     top, weight, acc = _mix(
-        columns, scale_log2, keys, values, pages, first, end, head, top, weight, acc, K, E, PAGE, TILE, STAGES
+        columns,
+        scale_log2,
+        keys,
+        values,
+        pages,
+        first,
+        end,
+        head,
+        top,
+        weight,
+        acc,
+        K,
+        E,
+        PAGE,
+        TILE,
+        STAGES,
     )
     row = ((i * K + head) * R + r) * G + g
     _put_part(part_acc, part_stats, row, top, weight, acc, inside, E)
@@ -156,10 +257,24 @@ def shared_kernel(
 
 @triton.jit
 def ordered_kernel(
-    q, keys, values, out, active, state, table, table_row, scale,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    q,
+    keys,
+    values,
+    out,
+    active,
+    state,
+    table,
+    table_row,
+    scale,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    PAGE: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Mixed values of batch row b, by the steps of training's forward_kernel (`attention.py`): the queries of a
     k/v head are the rows of a tile of M, and one warp adds up what four add up there for rows of its own."""
     G: tl.constexpr = H // K
@@ -197,21 +312,38 @@ class Shared:
     stats: Tensor
 
     @staticmethod
-    def empty(stretches: int, rows: int, parts: int, H: int, E: int, device: torch.device) -> "Shared":
+    def empty(
+        stretches: int, rows: int, parts: int, H: int, E: int, device: torch.device
+    ) -> "Shared":
         def integers(*shape: int, fill: int) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)
 
         return Shared(
-            integers(stretches, 2, fill=0), integers(stretches, MEMBERS, fill=-1), integers(rows, parts, fill=-1),
+            integers(stretches, 2, fill=0),
+            integers(stretches, MEMBERS, fill=-1),
+            integers(rows, parts, fill=-1),
             *(torch.empty(stretches * MEMBERS * H, n, device=device) for n in (E, 2)),
-        )  # fmt: skip
+        )
 
 
 def decode(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
-    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, shared: Shared | None,
-    divided: Divided | None, is_long: bool, width: int,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    H: int,
+    keys: Tensor,
+    values: Tensor,
+    active: Tensor,
+    state: Tensor,
+    table: Tensor,
+    shared: Shared | None,
+    divided: Divided | None,
+    is_long: bool,
+    width: int,
+) -> Tensor:
     """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
 
     is_long: blocks for long sequences. divided: given where several blocks read one, and none is shared. width: numbers
@@ -220,7 +352,21 @@ def decode(
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:
         return attend_alone(
-            qkv, q_scale, k_scale, cos, sin, eps, H, keys, values, active, state, table, divided, is_long, width
+            qkv,
+            q_scale,
+            k_scale,
+            cos,
+            sin,
+            eps,
+            H,
+            keys,
+            values,
+            active,
+            state,
+            table,
+            divided,
+            is_long,
+            width,
         )
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
@@ -231,16 +377,59 @@ def decode(
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)
     if is_exact:
         ordered_kernel[(K, B)](
-            q, keys, values, out, *where, scale, H=H, K=K, E=E, PAGE=PAGE, M=max(16, queries), N=KEYS, STAGES=3,
-            enable_fp_fusion=False, **options(1),
-        )  # fmt: skip
+            q,
+            keys,
+            values,
+            out,
+            *where,
+            scale,
+            H=H,
+            K=K,
+            E=E,
+            PAGE=PAGE,
+            M=max(16, queries),
+            N=KEYS,
+            STAGES=3,
+            enable_fp_fusion=False,
+            **options(1),
+        )
         return out
     shared_kernel[(K, len(shared.stretches_I2))](
-        q, keys, values, active, table, table.shape[1], shared.stretches_I2, shared.members_IR, shared.acc,
-        shared.stats, scale, **sizes, R=MEMBERS, TILE=min(64, PAGE), GP=queries, STAGES=2, **options(4),
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        active,
+        table,
+        table.shape[1],
+        shared.stretches_I2,
+        shared.members_IR,
+        shared.acc,
+        shared.stats,
+        scale,
+        **sizes,
+        R=MEMBERS,
+        TILE=min(64, PAGE),
+        GP=queries,
+        STAGES=2,
+        **options(4),
+    )
     decode_kernel[(K, B)](
-        q, keys, values, out, *where, shared.acc, shared.stats, shared.parts_BS, scale, **sizes, R=MEMBERS,
-        TILE=min(16, PAGE), C=max(8, queries), STAGES=2, PARTS=shared.parts_BS.shape[1], maxnreg=144, **options(1),
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        out,
+        *where,
+        shared.acc,
+        shared.stats,
+        shared.parts_BS,
+        scale,
+        **sizes,
+        R=MEMBERS,
+        TILE=min(16, PAGE),
+        C=max(8, queries),
+        STAGES=2,
+        PARTS=shared.parts_BS.shape[1],
+        maxnreg=144,
+        **options(1),
+    )
     return out

@@ -36,13 +36,26 @@ MOST_QUERIES = 16  # of a k/v head, for blocks of several warps
 
 @gluon.jit
 def _ask(
-    keys, values, to_keys, to_values, pages, first, end, head,
-    K: gl.constexpr, E: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
-):  # fmt: skip
+    keys,
+    values,
+    to_keys,
+    to_values,
+    pages,
+    first,
+    end,
+    head,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
+    TOKENS: gl.constexpr,
+):
     """Keys and values of positions first …, before `end`, are on their way; zeros for others."""
     gl.static_assert(PAGE % TOKENS == 0, "what a warp has of a tile lies in one page")
     LANES: gl.constexpr = min(E // VECTOR, 32)
-    of_copies: gl.constexpr = gl.BlockedLayout([1, 1, VECTOR], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0])
+    of_copies: gl.constexpr = gl.BlockedLayout(
+        [1, 1, VECTOR], [1, 32 // LANES, LANES], [WARPS, 1, 1], [2, 1, 0]
+    )
     w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_copies)))[:, None, None]
     t = gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(2, of_copies)))[None, :, None]
     e = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(1, of_copies)))[None, None, :]
@@ -87,12 +100,36 @@ def _turned(half, other_half, own, other, eps, E: gl.constexpr, NORM: gl.constex
 
 @gluon.jit
 def alone_kernel(
-    qkv, q_scale, k_scale, cos, sin, eps, keys, values, out, active, state, table, table_row, part_acc, part_stats,
-    arrived, scale_log2,
-    H: gl.constexpr, K: gl.constexpr, E: gl.constexpr, PAGE: gl.constexpr, WARPS: gl.constexpr, TOKENS: gl.constexpr,
-    STAGES: gl.constexpr, C: gl.constexpr, PARTS: gl.constexpr, NORM: gl.constexpr, SHARE: gl.constexpr,
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    eps,
+    keys,
+    values,
+    out,
+    active,
+    state,
+    table,
+    table_row,
+    part_acc,
+    part_stats,
+    arrived,
+    scale_log2,
+    H: gl.constexpr,
+    K: gl.constexpr,
+    E: gl.constexpr,
+    PAGE: gl.constexpr,
+    WARPS: gl.constexpr,
+    TOKENS: gl.constexpr,
+    STAGES: gl.constexpr,
+    C: gl.constexpr,
+    PARTS: gl.constexpr,
+    NORM: gl.constexpr,
+    SHARE: gl.constexpr,
     PDL: gl.constexpr,
-):  # fmt: skip
+):
     """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. A block has one
     of PARTS stretches of the sequence, the last one has the new token, too. C: power of 2 that has room for the queries
     of a k/v head. `arrived` counts the blocks that are done; it is left at 0. SHARE: see `set_memory_share`."""
@@ -120,22 +157,35 @@ def alone_kernel(
     tiles_v = gl.allocate_shared_memory(dtype, [STAGES, WARPS, TOKENS, E], in_tiles)
     for s in gl.static_range(STAGES):
         to_k, to_v = tiles_k.index(s), tiles_v.index(s)
-        _ask(keys, values, to_k, to_v, pages, start + s * TILE, end, head, K, E, PAGE, WARPS, TOKENS)
+        _ask(
+            keys, values, to_k, to_v, pages, start + s * TILE, end, head, K, E, PAGE, WARPS, TOKENS
+        )
         async_copy.commit_group()
     LANES: gl.constexpr = min(E // VECTOR, 32)
     of_heads: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     c = gl.arange(0, C, gl.SliceLayout(1, of_heads))[:, None]
     e = gl.arange(0, E, gl.SliceLayout(0, of_heads))[None, :]
     swapped = (e + E // 2) % E
-    own, other = gl.load(cos + position * E + e).to(gl.float32), gl.load(sin + position * E + e).to(gl.float32)
+    own, other = (
+        gl.load(cos + position * E + e).to(gl.float32),
+        gl.load(sin + position * E + e).to(gl.float32),
+    )
     own_k, other_k = own, other
     if NORM:
-        own_k, other_k = own * gl.load(k_scale + e).to(gl.float32), other * gl.load(k_scale + swapped).to(gl.float32)
-        own, other = own * gl.load(q_scale + e).to(gl.float32), other * gl.load(q_scale + swapped).to(gl.float32)
+        own_k, other_k = (
+            own * gl.load(k_scale + e).to(gl.float32),
+            other * gl.load(k_scale + swapped).to(gl.float32),
+        )
+        own, other = (
+            own * gl.load(q_scale + e).to(gl.float32),
+            other * gl.load(q_scale + swapped).to(gl.float32),
+        )
     cell = ((gl.load(pages + L // PAGE).to(gl.int64) * PAGE + L % PAGE) * K + head) * E + e
     # What the warps have of a number comes together in one thread.
     LINE: gl.constexpr = min(E, 32)
-    of_parts: gl.constexpr = gl.BlockedLayout([WARPS, 1, C], [1, LINE, 32 // LINE], [1, WARPS, 1], [2, 1, 0])
+    of_parts: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, C], [1, LINE, 32 // LINE], [1, WARPS, 1], [2, 1, 0]
+    )
     of_out: gl.constexpr = gl.SliceLayout(0, of_parts)
     e_1 = gl.arange(0, E, gl.SliceLayout(1, of_out))[:, None]
     c_1 = gl.arange(0, C, gl.SliceLayout(0, of_out))
@@ -148,9 +198,13 @@ def alone_kernel(
     k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
     in_queries: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, SHORT, 8 // SHORT, [1, 0])
     queries = gl.allocate_shared_memory(dtype, [ROWS, E], in_queries)
-    queries.slice(0, COLUMNS, 0).store(_repeated(q, COLUMNS // C))  # nothing comes of the other rows
+    queries.slice(0, COLUMNS, 0).store(
+        _repeated(q, COLUMNS // C)
+    )  # nothing comes of the other rows
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    score = gl.where(is_newest, gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale_log2, -1e30)
+    score = gl.where(
+        is_newest, gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale_log2, -1e30
+    )
     newest_top = gl.allocate_shared_memory(gl.float32, [C], in_line, score)
     gl.store(keys + cell, k, is_newest)
     gl.store(values + cell, v, is_newest)
@@ -162,13 +216,18 @@ def alone_kernel(
     weight = gl.zeros([WARPS, COLUMNS], gl.float32, of_columns)
     acc = gl.zeros([WARPS, E, COLUMNS], gl.float32, of_sums)
     w = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_sums)))[:, None, None]
-    n = w * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, of_sums)))[None, None, :]
+    n = (
+        w * TOKENS
+        + gl.arange(0, TOKENS, gl.SliceLayout(0, gl.SliceLayout(1, of_sums)))[None, None, :]
+    )
     for i in range(gl.cdiv(end - start, TILE)):
         first, to_k, to_v = start + i * TILE, tiles_k.index(i % STAGES), tiles_v.index(i % STAGES)
         async_copy.wait_group(STAGES - 1)
         k_WET = to_k.permute([0, 2, 1]).load(of_right)
         products = mma_v2(q_WRE, k_WET, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, of_sums))
-        scores = _first_rows(gl.where(first + n < end, products * scale_log2, float("-inf")), COLUMNS)
+        scores = _first_rows(
+            gl.where(first + n < end, products * scale_log2, float("-inf")), COLUMNS
+        )
         tile_top = gl.max(scores, axis=2)
         best = gl.maximum(gl.convert_layout(top, tile_top.type.layout), tile_top)
         p = gl.exp2(scores - best[:, :, None])
@@ -180,7 +239,21 @@ def alone_kernel(
         v_WET = to_v.permute([0, 2, 1]).load(of_left)
         acc = mma_v2(v_WET, p, acc * shrink[:, None, :])
         if first + STAGES * TILE < end:
-            _ask(keys, values, to_k, to_v, pages, first + STAGES * TILE, end, head, K, E, PAGE, WARPS, TOKENS)
+            _ask(
+                keys,
+                values,
+                to_k,
+                to_v,
+                pages,
+                first + STAGES * TILE,
+                end,
+                head,
+                K,
+                E,
+                PAGE,
+                WARPS,
+                TOKENS,
+            )
         async_copy.commit_group()
     async_copy.wait_group(0)
 
@@ -192,9 +265,13 @@ def alone_kernel(
     of_stats: gl.constexpr = gl.SliceLayout(1, of_parts)
     top_C = newest_top.load(gl.SliceLayout(0, of_stats))
     best_C, weight_C, acc_EC = _together(
-        tops.slice(0, C, 1).load(of_stats), weights.slice(0, C, 1).load(of_stats),
-        sums.slice(0, C, 2).load(of_parts), gl.convert_layout(top_C, gl.SliceLayout(0, of_out), True), 1.0, newest_v,
-    )  # fmt: skip
+        tops.slice(0, C, 1).load(of_stats),
+        weights.slice(0, C, 1).load(of_stats),
+        sums.slice(0, C, 2).load(of_parts),
+        gl.convert_layout(top_C, gl.SliceLayout(0, of_out), True),
+        1.0,
+        newest_v,
+    )
     at_out, inside = out + (b * H + head * G + c_1[None, :]) * E + e_1, (c_1 < G)[None, :]
     if PARTS == 1:
         gl.store(at_out, (acc_EC / weight_C[None, :]).to(dtype), inside)
@@ -210,14 +287,25 @@ def alone_kernel(
             found = -1e30, 0.0, 0.0
             for first_part in gl.static_range(0, PARTS, WARPS):
                 p_2 = first_part + gl.arange(0, WARPS, gl.SliceLayout(1, of_stats))[:, None]
-                p_3 = first_part + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_parts)))[:, None, None]
-                row_2 = (mine * PARTS + p_2) * C + gl.arange(0, C, gl.SliceLayout(0, of_stats))[None, :]
+                p_3 = (
+                    first_part
+                    + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_parts)))[
+                        :, None, None
+                    ]
+                )
+                row_2 = (mine * PARTS + p_2) * C + gl.arange(0, C, gl.SliceLayout(0, of_stats))[
+                    None, :
+                ]
                 c_3 = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(1, of_parts)))[None, None, :]
                 e_3 = gl.arange(0, E, gl.SliceLayout(0, gl.SliceLayout(2, of_parts)))[None, :, None]
                 at = part_acc + ((mine * PARTS + p_3) * C + c_3) * E + e_3
                 # Not from the L1 cache, which does not know what others have written.
-                tops_PC = gl.load(part_stats + row_2 * 2, p_2 < PARTS, other=-1e30, cache_modifier=".cg")
-                weights_PC = gl.load(part_stats + row_2 * 2 + 1, p_2 < PARTS, other=0.0, cache_modifier=".cg")
+                tops_PC = gl.load(
+                    part_stats + row_2 * 2, p_2 < PARTS, other=-1e30, cache_modifier=".cg"
+                )
+                weights_PC = gl.load(
+                    part_stats + row_2 * 2 + 1, p_2 < PARTS, other=0.0, cache_modifier=".cg"
+                )
                 sums_PEC = gl.load(at, p_3 < PARTS, other=0.0, cache_modifier=".cg")
                 found = _together(tops_PC, weights_PC, sums_PEC, found[0], found[1], found[2])
             gl.store(at_out, (found[2] / found[1][None, :]).to(dtype), inside)
@@ -231,7 +319,9 @@ def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
     in_stats: gl.constexpr = gl.SliceLayout(0, tops_PC.type.layout)
     share_PC = gl.exp2(tops_PC - gl.convert_layout(best_C, in_stats, True)[None, :])
     shrink_C = gl.exp2(top_C - best_C)
-    weight_C = weight_C * shrink_C + gl.convert_layout(gl.sum(weights_PC * share_PC, axis=0), of_tops, True)
+    weight_C = weight_C * shrink_C + gl.convert_layout(
+        gl.sum(weights_PC * share_PC, axis=0), of_tops, True
+    )
     acc_EC = acc_EC * shrink_C[None, :] + gl.sum(sums_PEC * share_PC[:, None, :], axis=0)
     return best_C, weight_C, acc_EC
 
@@ -253,20 +343,28 @@ def matters_length(*shape: int) -> bool:
     return blocks_of(*shape, False) != blocks_of(*shape, True)
 
 
-def blocks_of(blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool) -> Blocks:
+def blocks_of(
+    blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool
+) -> Blocks:
     """For so many blocks and sequences (`rows`), so many queries of a k/v head, in a model so many numbers wide;
     is_long: where that matters, for long sequences. As measured (benchmarks/RESULTS.md)."""
     per_processor = blocks / gpu.processors()
     if queries > MOST_QUERIES:
         cut = Blocks(1, 2)  # the sums of several warps would not fit into shared memory
-    elif per_processor <= 1 and (is_long or rows <= gpu.FUSED_TOKENS) and _fitting(TALL, head_size) == TALL:
+    elif (
+        per_processor <= 1
+        and (is_long or rows <= gpu.FUSED_TOKENS)
+        and _fitting(TALL, head_size) == TALL
+    ):
         cut = TALL
     elif per_processor <= (2 if width <= gpu.NARROW_WIDTH else 1):
         cut = Blocks(4, 3 if rows <= gpu.FUSED_TOKENS else 2)
     elif per_processor <= (MANY if is_long else FEW):
         cut = Blocks(2, 3)
     else:
-        cut = Blocks(1, 2, 144 if head_size <= 128 else None)  # larger heads would not fit into so few registers
+        cut = Blocks(
+            1, 2, 144 if head_size <= 128 else None
+        )  # larger heads would not fit into so few registers
     return _fitting(cut, head_size)
 
 
@@ -285,10 +383,22 @@ class Divided:
 
 
 def attend_alone(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, eps: float, H: int,
-    keys: Tensor, values: Tensor, active: Tensor, state: Tensor, table: Tensor, divided: Divided | None, is_long: bool,
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+    H: int,
+    keys: Tensor,
+    values: Tensor,
+    active: Tensor,
+    state: Tensor,
+    table: Tensor,
+    divided: Divided | None,
+    is_long: bool,
     width: int,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`decode.decode` where each sequence reads its pages by itself."""
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
@@ -297,12 +407,36 @@ def attend_alone(
     parts, results = 1, (out, out, out)
     if divided is not None:
         parts = divided.parts
-        results = (*(torch.empty(B * K * parts * C, n, device=out.device) for n in (E, 2)), divided.arrived)
+        results = (
+            *(torch.empty(B * K * parts * C, n, device=out.device) for n in (E, 2)),
+            divided.arrived,
+        )
     cut, share = blocks_of(K * B * parts, B, width, C, E, is_long), gpu.memory_share(width, B)
     kernel = alone_kernel[(K, B, parts)](
-        qkv.contiguous(), *scales, cos, sin, eps, keys, values, out, active, state, table, table.shape[1], *results,
-        math.log2(math.e) / math.sqrt(E), H=H, K=K, E=E, PAGE=PAGE, C=C, PARTS=parts, NORM=is_normed,
-        SHARE=share, **cut._asdict(), **options(cut.WARPS),
-    )  # fmt: skip
+        qkv.contiguous(),
+        *scales,
+        cos,
+        sin,
+        eps,
+        keys,
+        values,
+        out,
+        active,
+        state,
+        table,
+        table.shape[1],
+        *results,
+        math.log2(math.e) / math.sqrt(E),
+        H=H,
+        K=K,
+        E=E,
+        PAGE=PAGE,
+        C=C,
+        PARTS=parts,
+        NORM=is_normed,
+        SHARE=share,
+        **cut._asdict(),
+        **options(cut.WARPS),
+    )
     set_memory_share(kernel, share)
     return out

@@ -41,11 +41,34 @@ def _fetched(at, step, there, FIRST: gl.constexpr, END: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "P"])
 def held_kernel(
-    x, w, bias, squares, residual, norm, out, scaled, own_squares, M, N, K, P, eps,
-    R: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, HELD: gl.constexpr, AHEAD: gl.constexpr, WARPS: gl.constexpr,
-    COUNT: gl.constexpr, HAS_BIAS: gl.constexpr, SWIGLU: gl.constexpr, SQUARES: gl.constexpr, ONTO: gl.constexpr,
-    SHARE: gl.constexpr, PDL: gl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    bias,
+    squares,
+    residual,
+    norm,
+    out,
+    scaled,
+    own_squares,
+    M,
+    N,
+    K,
+    P,
+    eps,
+    R: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    HELD: gl.constexpr,
+    AHEAD: gl.constexpr,
+    WARPS: gl.constexpr,
+    COUNT: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+    SWIGLU: gl.constexpr,
+    SQUARES: gl.constexpr,
+    ONTO: gl.constexpr,
+    SHARE: gl.constexpr,
+    PDL: gl.constexpr,
+):
     """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK. A warp has
     asked for HELD of its COUNT before the kernel before has ended, and asks for AHEAD of x as soon as it has. Around
     the product, in this order:
@@ -57,18 +80,25 @@ def held_kernel(
 
     w is the left side of the product on the chip, whose rows are 16 at least, and x the right one, with 8 at least.
     """
-    gl.static_assert(BK % (4 * VECTOR) == 0, "four threads have a row of a stretch; with fewer results would be wrong")
+    gl.static_assert(
+        BK % (4 * VECTOR) == 0,
+        "four threads have a row of a stretch; with fewer results would be wrong",
+    )
     of_sums: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     of_w: gl.constexpr = gl.DotOperandLayout(0, of_sums, VECTOR)
     of_x: gl.constexpr = gl.DotOperandLayout(1, of_sums, VECTOR)
     # What the warps have of a number comes together in one thread; threads side by side have columns side by side.
     SIDE: gl.constexpr = min(BN // 16, WARPS)
-    of_parts: gl.constexpr = gl.BlockedLayout([WARPS, 1, 1], [1, 16, 2], [1, SIDE, WARPS // SIDE], [1, 2, 0])
+    of_parts: gl.constexpr = gl.BlockedLayout(
+        [WARPS, 1, 1], [1, 16, 2], [1, SIDE, WARPS // SIDE], [1, 2, 0]
+    )
     of_tile: gl.constexpr = gl.SliceLayout(0, of_parts)
     let_next_start(PDL)
     pid_n, pid_m = gl.program_id(0), gl.program_id(1)
     s = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_w)))[:, None, None]
-    first_n = gl.minimum(pid_n * BN, N - BN)  # columns that the last two tiles share are the last but one's
+    first_n = gl.minimum(
+        pid_n * BN, N - BN
+    )  # columns that the last two tiles share are the last but one's
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, of_w)))[None, :, None]
     k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, of_w)))[None, None, :]
     of_n, step = w + (n.to(gl.int64) * K + s * BK + k), WARPS * BK
@@ -93,13 +123,18 @@ def held_kernel(
     wait_only(PDL)
     rows = _fetched(of_m, step, m_x < M, 0, AHEAD)
     if SQUARES:
-        of_squares: gl.constexpr = gl.BlockedLayout([1, max(SQUARES // 32, 1)], [1, 32], [WARPS, 1], [1, 0])
+        of_squares: gl.constexpr = gl.BlockedLayout(
+            [1, max(SQUARES // 32, 1)], [1, 32], [WARPS, 1], [1, 0]
+        )
         m_s = pid_m * R + gl.arange(0, R, gl.SliceLayout(1, of_squares))[:, None]
         p = gl.arange(0, SQUARES, gl.SliceLayout(0, of_squares))[None, :]
         squares_RP = gl.load(squares + m_s * P + p, (p < P) & (m_s < M), other=0.0)
     if ONTO:
         before = gl.load(residual + at, inside, other=0.0).to(gl.float32)
-    acc, up = gl.zeros([WARPS, BN, R], gl.float32, of_sums), gl.zeros([WARPS, BN, R], gl.float32, of_sums)
+    acc, up = (
+        gl.zeros([WARPS, BN, R], gl.float32, of_sums),
+        gl.zeros([WARPS, BN, R], gl.float32, of_sums),
+    )
     for c in gl.static_range(COUNT):
         if c + AHEAD < COUNT:
             rows = rows + _fetched(of_m, step, m_x < M, c + AHEAD, c + AHEAD + 1)
@@ -116,13 +151,17 @@ def held_kernel(
     if SWIGLU:
         sums_up = gl.allocate_shared_memory(gl.float32, [WARPS, BN, R], in_memory, up)
     if SQUARES:
-        size = gl.allocate_shared_memory(gl.float32, [R], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.sum(squares_RP, 1))
+        size = gl.allocate_shared_memory(
+            gl.float32, [R], gl.SwizzledSharedLayout(1, 1, 1, [0]), gl.sum(squares_RP, 1)
+        )
         rstd = gl.rsqrt(size.load(gl.SliceLayout(0, of_tile)) / K + eps)[None, :]
     total, total_up = gl.sum(sums.load(of_parts), axis=0), 0.0
     if SWIGLU:
         total_up = gl.sum(sums_up.load(of_parts), axis=0)
     dtype: gl.constexpr = out.dtype.element_ty
-    result = finished(total, total_up, rstd, bias_N1, bias_up_N1, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO)
+    result = finished(
+        total, total_up, rstd, bias_N1, bias_up_N1, before, dtype, SQUARES, HAS_BIAS, SWIGLU, ONTO
+    )
     gl.store(out + at, result, inside)
     if ONTO:
         exact = gl.where(inside, result.to(gl.float32), 0.0)
@@ -144,7 +183,12 @@ class Held(NamedTuple):
     def constants(self, inner: int) -> dict[str, int | None]:
         """What held_kernel takes for an inner size."""
         count = inner // (self.WARPS * self.BK)
-        return {**self._asdict(), "COUNT": count, "HELD": min(self.HELD, count), "AHEAD": min(self.AHEAD, count)}
+        return {
+            **self._asdict(),
+            "COUNT": count,
+            "HELD": min(self.HELD, count),
+            "AHEAD": min(self.AHEAD, count),
+        }
 
 
 # As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
@@ -152,18 +196,46 @@ class Held(NamedTuple):
 Tiles = tuple[Held, Held, Held]
 NARROW: dict[int, Tiles] = {
     8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 3)),
-    16: (Held(16, 32, 64, 2, 2, 8, 200), Held(16, 16, 32, 4, 4, 8, 128), Held(16, 16, 64, 3, 2, 16, 128)),
-    32: (Held(32, 32, 32, 3, 4, 8, 168), Held(32, 16, 32, 8, 4, 4), Held(16, 16, 32, 11, 8, 8, 128)),
+    16: (
+        Held(16, 32, 64, 2, 2, 8, 200),
+        Held(16, 16, 32, 4, 4, 8, 128),
+        Held(16, 16, 64, 3, 2, 16, 128),
+    ),
+    32: (
+        Held(32, 32, 32, 3, 4, 8, 168),
+        Held(32, 16, 32, 8, 4, 4),
+        Held(16, 16, 32, 11, 8, 8, 128),
+    ),
 }
 MIDDLE: dict[int, Tiles] = {
-    8: (Held(8, 32, 64, 3, 4, 8, 168), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 32, 10, 12, 8, 168)),
-    16: (Held(16, 32, 64, 2, 2, 8, 128), Held(16, 16, 64, 2, 1, 4, 168), Held(16, 16, 32, 8, 8, 8, 128)),
-    32: (Held(32, 32, 32, 3, 2, 8, 128), Held(32, 16, 32, 3, 2, 4, 128), Held(16, 16, 32, 3, 4, 8, 128)),
+    8: (
+        Held(8, 32, 64, 3, 4, 8, 168),
+        Held(8, 16, 64, 3, 4, 8, 128),
+        Held(8, 16, 32, 10, 12, 8, 168),
+    ),
+    16: (
+        Held(16, 32, 64, 2, 2, 8, 128),
+        Held(16, 16, 64, 2, 1, 4, 168),
+        Held(16, 16, 32, 8, 8, 8, 128),
+    ),
+    32: (
+        Held(32, 32, 32, 3, 2, 8, 128),
+        Held(32, 16, 32, 3, 2, 4, 128),
+        Held(16, 16, 32, 3, 4, 8, 128),
+    ),
 }
 BROAD: dict[int, Tiles] = {
-    **MIDDLE, 8: (Held(8, 32, 64, 2, 4, 8, 128), Held(8, 16, 64, 3, 4, 8, 128), Held(8, 16, 64, 6, 6, 8, 128)),
-}  # fmt: skip
-WIDE: dict[int, Tiles] = {**MIDDLE, 8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4))}
+    **MIDDLE,
+    8: (
+        Held(8, 32, 64, 2, 4, 8, 128),
+        Held(8, 16, 64, 3, 4, 8, 128),
+        Held(8, 16, 64, 6, 6, 8, 128),
+    ),
+}
+WIDE: dict[int, Tiles] = {
+    **MIDDLE,
+    8: (Held(8, 64, 32, 4, 16), Held(8, 16, 64, 4, 16, 4), Held(8, 16, 64, 8, 16, 4)),
+}
 # By the smaller size of a weight, which is the model's width or less, up to these.
 BROAD_WIDTH = 3583
 WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, BROAD_WIDTH: BROAD, math.inf: WIDE}
@@ -173,7 +245,9 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
     """For up to 32 rows and at least 16 columns; is_of_heads: attention comes after the product. `inner` is a multiple
     of 64."""
     tiles = next(found for most, found in WIDTHS.items() if min(columns, inner) <= most)
-    tile = tiles[min(most for most in tiles if rows <= most)][0 if is_of_heads else 1 if is_swiglu else 2]
+    tile = tiles[min(most for most in tiles if rows <= most)][
+        0 if is_of_heads else 1 if is_swiglu else 2
+    ]
     BN, BK, warps = tile.BN, tile.BK, tile.WARPS
     while columns < BN:
         BN //= 2
@@ -190,7 +264,12 @@ def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = F
 
 
 def few_onto(
-    residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, norm: Tensor | None, eps: float
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Scaled | None]:
     """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
@@ -199,9 +278,12 @@ def few_onto(
 
 
 def _product(
-    x: Tensor | Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False,
+    x: Tensor | Scaled,
+    weight: Tensor,
+    bias: Tensor | None,
+    is_swiglu: bool = False,
     onto: tuple[Tensor, Tensor, float] | None = None,
-) -> tuple[Tensor, Scaled | None]:  # fmt: skip
+) -> tuple[Tensor, Scaled | None]:
     """`onto`: a residual stream, and weight and epsilon of the norm after it."""
     squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
@@ -210,13 +292,31 @@ def _product(
     tile = held_tile(M, N, K, is_swiglu, is_of_heads=not is_swiglu and onto is None)
     tiles, out = -(-N // tile.BN), x.new_empty(M, N)
     share = gpu.memory_share(K if onto is None else N, M)
-    made = None if onto is None else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
+    made = (
+        None
+        if onto is None
+        else Scaled(x.new_empty(M, N), x.new_empty(M, tiles, dtype=torch.float32), onto[2])
+    )
     kernel = held_kernel[(tiles, -(-M // tile.R))](
-        x, weight, weight if bias is None else bias, x if squares is None else squares,
-        *((x, x) if onto is None else (onto[0].contiguous(), onto[1])), out,
-        *((out, out) if made is None else (made.scaled_TD, made.squares_TP)), M, N, K, P, eps,
-        **tile.constants(K), HAS_BIAS=bias is not None, SWIGLU=is_swiglu,
-        SQUARES=power_of_2(P) if P else 0, ONTO=onto is not None, SHARE=share, **options(tile.WARPS),
-    )  # fmt: skip
+        x,
+        weight,
+        weight if bias is None else bias,
+        x if squares is None else squares,
+        *((x, x) if onto is None else (onto[0].contiguous(), onto[1])),
+        out,
+        *((out, out) if made is None else (made.scaled_TD, made.squares_TP)),
+        M,
+        N,
+        K,
+        P,
+        eps,
+        **tile.constants(K),
+        HAS_BIAS=bias is not None,
+        SWIGLU=is_swiglu,
+        SQUARES=power_of_2(P) if P else 0,
+        ONTO=onto is not None,
+        SHARE=share,
+        **options(tile.WARPS),
+    )
     set_memory_share(kernel, share)
     return out, made

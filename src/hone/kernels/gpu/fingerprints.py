@@ -22,10 +22,15 @@ def weighed(word, factor):
 
 
 @triton.jit
-def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One stretch of one tensor, in whose place of `found` it is added up. stretches: rows (`kernels/fingerprint_tables.py`)."""
+def fingerprint_kernel(
+    stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One stretch of one tensor, in whose place of `found` it is added up.
+    stretches: rows (`kernels/fingerprint_tables.py`)."""
     row = stretches + COLUMNS * tl.program_id(0)
-    words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(0, BLOCK)
+    words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(
+        0, BLOCK
+    )
     count = tl.load(row + COUNT)
     factor = tl.arange(0, BLOCK).to(tl.int64) * odd
     step = BLOCK * odd
@@ -43,7 +48,9 @@ def fingerprint_kernel(stretches, found, odd, WORD: tl.constexpr, WORDS: tl.cons
             factor += 4 * step
     else:
         for first in range(0, WORDS, BLOCK):
-            total += weighed(tl.load(words + first, first + tl.arange(0, BLOCK) < count, other=0), factor)
+            total += weighed(
+                tl.load(words + first, first + tl.arange(0, BLOCK) < count, other=0), factor
+            )
             factor += step
     tl.atomic_add(found + tl.load(row + TENSOR), tl.sum(total) * tl.load(row + POWER))
 
@@ -66,9 +73,14 @@ class GpuTable(of_words.Table):
         with torch.cuda.device_of(self._found):
             for dtype, stretches in self._stretches[numbers]:
                 fingerprint_kernel[(len(stretches),)](
-                    stretches, self._found, of_words.ODD, WORD=TYPES[dtype], WORDS=of_words.WORDS, BLOCK=BLOCK,
+                    stretches,
+                    self._found,
+                    of_words.ODD,
+                    WORD=TYPES[dtype],
+                    WORDS=of_words.WORDS,
+                    BLOCK=BLOCK,
                     num_warps=4,
-                )  # fmt: skip
+                )
 
     def sums(self) -> Tensor:
         if self._left:
@@ -79,6 +91,8 @@ class GpuTable(of_words.Table):
 
     def _stretches_of(self, numbers: tuple[int, ...]) -> Iterator[tuple[torch.dtype, Tensor]]:
         for dtype in {self.words[number].dtype for number in numbers}:
-            rows = of_words.stretches(self.words, [one for one in numbers if self.words[one].dtype == dtype])
+            rows = of_words.stretches(
+                self.words, [one for one in numbers if self.words[one].dtype == dtype]
+            )
             if len(rows):
                 yield dtype, torch.from_numpy(rows).to(self.words[0].device)

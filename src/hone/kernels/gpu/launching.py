@@ -44,7 +44,12 @@ def prefetch(rows, size, LINES: tl.constexpr):
     `rows`: the addresses of their starts, a column."""
     address = rows + tl.minimum(tl.arange(0, LINES) * 64, size - 1)[None, :]
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0", "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [address.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 

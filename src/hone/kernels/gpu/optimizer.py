@@ -17,7 +17,9 @@ from torch import Tensor
 from hone.kernels.pinned_memory import PORTION, ROOMS
 
 BLOCK = 4096  # divides PORTION
-EVENLY = tl.constexpr(16)  # where all portions have multiples of so many numbers, a thread loads several at once
+EVENLY = tl.constexpr(
+    16
+)  # where all portions have multiples of so many numbers, a thread loads several at once
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -31,10 +33,24 @@ def at_random(x, draws):
 
 @triton.jit(do_not_specialize=["seed"])
 def adamw_kernel(
-    tensors, decays, blocks, scale, lr, size, beta1, beta2, of_second, eps, seed,
-    GRAD: tl.constexpr, MOMENT: tl.constexpr, WEIGHT: tl.constexpr, HAS_WEIGHT: tl.constexpr, EVEN: tl.constexpr,
+    tensors,
+    decays,
+    blocks,
+    scale,
+    lr,
+    size,
+    beta1,
+    beta2,
+    of_second,
+    eps,
+    seed,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """One block of one portion of a tensor. blocks P x 2: which portion, and its number in it; tensors N x 8: addresses
     of a portion, how many numbers it has, of which tensor, and how many of that stand before it. size: learning rate
     over the first moment's correction."""
@@ -69,23 +85,30 @@ def adamw_kernel(
 
 class Table:
     """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
-    the device. Where masters or moments stand in the machine's memory (`kernels/pinned_memory.py`), each portion is a launch."""
+    the device. Where masters or moments stand in the machine's memory (`kernels/pinned_memory.py`), each
+    portion is a launch."""
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:
         weights, masters, first, _ = columns
         device, self.has_weight = weights[0].device, weights[0].data_ptr() != masters[0].data_ptr()
         self.dtypes = {"MOMENT": TYPES[first[0].dtype], "WEIGHT": TYPES[weights[0].dtype]}
-        self.away = {c: [x.view(-1) for x in columns[c]] for c in (1, 2, 3) if is_away(columns[c][0], device)}
+        self.away = {
+            c: [x.view(-1) for x in columns[c]] for c in (1, 2, 3) if is_away(columns[c][0], device)
+        }
         sizes = [x.numel() for x in masters]
         step = PORTION if self.away else max(1, *sizes)
-        self.portions = [(i, at, min(step, n - at)) for i, n in enumerate(sizes) for at in range(0, n, step)]
+        self.portions = [
+            (i, at, min(step, n - at)) for i, n in enumerate(sizes) for at in range(0, n, step)
+        ]
         self.rows = np.zeros((len(self.portions), 8), dtype=np.int64)
         for c, column in enumerate(columns):
             self._put(c, column)
         self.rows[:, 5:] = [(count, i, at) for i, at, count in self.portions]
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
         self.is_even = not (self.rows[:, 5] % EVENLY.value).any()
-        self.fewest = EVENLY.value if self.is_even else 1  # numbers of a tensor for which the kernel is the same
+        self.fewest = (
+            EVENLY.value if self.is_even else 1
+        )  # numbers of a tensor for which the kernel is the same
         counts = -(-self.rows[:, 5] // BLOCK)
         self.ends = np.cumsum(counts)  # behind the blocks of each portion
         which = np.repeat(np.arange(len(counts)), counts)
@@ -94,14 +117,25 @@ class Table:
 
     def _put(self, c: int, column: list[Tensor]) -> None:
         """Column `c`: where the portions of these tensors stand."""
-        self.rows[:, c] = [column[i].data_ptr() + at * column[i].element_size() for i, at, _ in self.portions]
+        self.rows[:, c] = [
+            column[i].data_ptr() + at * column[i].element_size() for i, at, _ in self.portions
+        ]
 
     def step(
-        self, grads: list[Tensor], scale: float, lr: float, betas: tuple[float, float],
-        corrections: tuple[float, float], eps: float, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        grads: list[Tensor],
+        scale: float,
+        lr: float,
+        betas: tuple[float, float],
+        corrections: tuple[float, float],
+        eps: float,
+        seed: int,
+    ) -> None:
         """What `Change` says (`kernels/adamw.py`); the draws are others than the twin's."""
-        grads = [g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE) for g in grads]
+        grads = [
+            g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE)
+            for g in grads
+        ]
         self._put(4, grads)
         device = self.blocks.device
         rooms = [self._room(device) for _ in range(ROOMS if self.away else 0)]
@@ -113,10 +147,23 @@ class Table:
 
         def move(blocks: Tensor) -> None:
             adamw_kernel[(len(blocks),)](
-                tensors, self.decays, blocks, scale, lr, lr / of_first, *betas, of_second, eps, seed,
-                GRAD=TYPES[grads[0].dtype], HAS_WEIGHT=self.has_weight, EVEN=self.is_even, BLOCK=BLOCK,
-                num_warps=8, **self.dtypes,
-            )  # fmt: skip
+                tensors,
+                self.decays,
+                blocks,
+                scale,
+                lr,
+                lr / of_first,
+                *betas,
+                of_second,
+                eps,
+                seed,
+                GRAD=TYPES[grads[0].dtype],
+                HAS_WEIGHT=self.has_weight,
+                EVEN=self.is_even,
+                BLOCK=BLOCK,
+                num_warps=8,
+                **self.dtypes,
+            )
 
         if self.away:
             self._move_by_portions(move, rooms)
@@ -126,15 +173,23 @@ class Table:
     def _room(self, device: torch.device) -> dict[int, Tensor]:
         """For one portion of each column that is away."""
         most = max(count for *_, count in self.portions)
-        return {c: torch.empty(most, dtype=column[0].dtype, device=device) for c, column in self.away.items()}
+        return {
+            c: torch.empty(most, dtype=column[0].dtype, device=device)
+            for c, column in self.away.items()
+        }
 
-    def _move_by_portions(self, move: Callable[[Tensor], None], rooms: list[dict[int, Tensor]]) -> None:
+    def _move_by_portions(
+        self, move: Callable[[Tensor], None], rooms: list[dict[int, Tensor]]
+    ) -> None:
         device, first = self.blocks.device, 0
         streams = [torch.cuda.Stream(device) for _ in rooms] if device.type == "cuda" else []
         for stream in streams:
             stream.wait_stream(torch.cuda.current_stream(device))
         for p, ((i, at, count), end) in enumerate(zip(self.portions, self.ends, strict=True)):
-            here = [(self.away[c][i][at : at + count], room[:count]) for c, room in rooms[p % ROOMS].items()]
+            here = [
+                (self.away[c][i][at : at + count], room[:count])
+                for c, room in rooms[p % ROOMS].items()
+            ]
             with torch.cuda.stream(streams[p % ROOMS] if streams else None):
                 for home, room in here:
                     room.copy_(home, non_blocking=True)

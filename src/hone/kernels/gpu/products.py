@@ -1,4 +1,5 @@
-"""y = x W^T for few rows, more than `few_row_products.py` takes: the weights pass through the chip once, so the work is spread over
+"""y = x W^T for few rows, more than `few_row_products.py` takes: the weights pass through
+the chip once, so the work is spread over
 their rows and columns.
 
 short       with SwiGLU or nothing, for small weights: it starts while the kernel before it runs
@@ -13,17 +14,37 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.gpu import FEWEST_TOKENS, has_dependent_launch, options, power_of_2, processors, stages_of
+from hone.kernels.gpu import (
+    FEWEST_TOKENS,
+    has_dependent_launch,
+    options,
+    power_of_2,
+    processors,
+    stages_of,
+)
 from hone.kernels.gpu.launching import prefetch, wait, wait_beside_next
 from hone.kernels.gpu.row_kernels import finished
 
 
 @triton.jit(do_not_specialize=["M"])
 def product_kernel(
-    x, w, bias, out, M, N, K,
-    R: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, LINES: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, IS_PART: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    bias,
+    out,
+    M,
+    N,
+    K,
+    R: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    LINES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    IS_PART: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Where there are
     several splits (IS_PART), some are a step longer than others.
 
@@ -60,7 +81,9 @@ def product_kernel(
             up = tl.dot(tile, tl.load(columns + to_up + t * BK), up)
     if HAS_BIAS:
         bias_1N = tl.where(split == 0, bias_1N, 0.0)
-    result = finished(acc, up, 0.0, bias_1N, bias_up_1N, 0.0, out.dtype.element_ty, False, HAS_BIAS, SWIGLU, False)
+    result = finished(
+        acc, up, 0.0, bias_1N, bias_up_1N, 0.0, out.dtype.element_ty, False, HAS_BIAS, SWIGLU, False
+    )
     tl.store(out + at, result, inside)
 
 
@@ -90,7 +113,12 @@ class Tile(NamedTuple):
 
 
 def _product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tile: Tile, splits: int = 1, is_swiglu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tile: Tile,
+    splits: int = 1,
+    is_swiglu: bool = False,
 ) -> Tensor:
     x = x.contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)
@@ -98,9 +126,18 @@ def _product(
     lines = min(tile.LINES, power_of_2(K // splits // 64))
     tile = tile._replace(LINES=lines, STAGES=tile.stages(is_swiglu))
     product_kernel[(-(-N // tile.BN), -(-M // tile.R), splits)](
-        x, weight, weight if bias is None else bias, out, M, N, K, **(options(tile.num_warps) | tile._asdict()),
-        HAS_BIAS=bias is not None, SWIGLU=is_swiglu, IS_PART=splits > 1,
-    )  # fmt: skip
+        x,
+        weight,
+        weight if bias is None else bias,
+        out,
+        M,
+        N,
+        K,
+        **(options(tile.num_warps) | tile._asdict()),
+        HAS_BIAS=bias is not None,
+        SWIGLU=is_swiglu,
+        IS_PART=splits > 1,
+    )
     return out
 
 
@@ -122,15 +159,28 @@ def short_tile(rows: int, is_swiglu: bool) -> Tile:
 
 @triton.jit(do_not_specialize=["M"])
 def in_order_kernel(
-    x, w, out, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, GROUP: tl.constexpr,
-    LINES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    w,
+    out,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    STAGES: tl.constexpr,
+    GROUP: tl.constexpr,
+    LINES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """A tile of x M x K times w N x K transposed. GROUP tiles of rows go over the same columns side by side."""
     tiles_m, tiles_n, pid = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(0)
     band = pid // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - band * GROUP, GROUP)
-    pid_m, pid_n = band * GROUP + pid % (GROUP * tiles_n) % height, pid % (GROUP * tiles_n) // height
+    pid_m, pid_n = (
+        band * GROUP + pid % (GROUP * tiles_n) % height,
+        pid % (GROUP * tiles_n) // height,
+    )
     m, n, k = pid_m * BM + tl.arange(0, BM), pid_n * BN + tl.arange(0, BN), tl.arange(0, BK)
     rows, there = x + m[:, None].to(tl.int64) * K + k[None, :], (m < M)[:, None]
     columns = w + (n % N)[None, :].to(tl.int64) * K + k[:, None]
@@ -156,7 +206,18 @@ def in_order(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     BK = min(64 if BN == 64 else 128, K & -K)
     stages = stages_of(5 if has_dependent_launch() else 3, BM + BN, BK)
     in_order_kernel[(-(-M // BM) * -(-N // BN),)](
-        x, weight, out, M, N, K, BM=BM, BN=BN, BK=BK, STAGES=stages, GROUP=8, LINES=min(power_of_2(-(-K // 64)), 16),
+        x,
+        weight,
+        out,
+        M,
+        N,
+        K,
+        BM=BM,
+        BN=BN,
+        BK=BK,
+        STAGES=stages,
+        GROUP=8,
+        LINES=min(power_of_2(-(-K // 64)), 16),
         **options(4),
-    )  # fmt: skip
+    )
     return out

@@ -18,7 +18,9 @@ def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, 
     """Row of `embed` V x D of the newest token of the sequence active[b]."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    wait(PDL)  # not beside the next: kernels after it read what the step before has written, ahead of their own wait
+    wait(
+        PDL
+    )  # not beside the next: kernels after it read what the step before has written, ahead of their own wait
     token = tl.load(state + tl.load(active + b) * FIELDS + LAST)
     tl.store(out + b * D + d, tl.load(embed + token * D + d, d < D), d < D)
 
@@ -33,9 +35,18 @@ def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
 
 @triton.jit
 def add_norm_kernel(
-    x, delta, weight, total, out, eps, split_stride, D,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    delta,
+    weight,
+    total,
+    out,
+    eps,
+    split_stride,
+    D,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """total = x + sum of the PARTS parts of delta, out = total / rms(total) * weight, of row t of T x D."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
@@ -46,7 +57,9 @@ def add_norm_kernel(
     if PARTS:
         change = tl.load(delta + t * D + d, inside, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):  # their loads do not wait for each other
-            change += tl.load(delta + part * split_stride + t * D + d, inside, other=0.0).to(tl.float32)
+            change += tl.load(delta + part * split_stride + t * D + d, inside, other=0.0).to(
+                tl.float32
+            )
         value = (value.to(tl.float32) + change).to(value.dtype)
         tl.store(total + t * D + d, value, inside)
     exact = value.to(tl.float32)
@@ -64,9 +77,18 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     block = power_of_2(D)
     warps = min(max(block // 128, 8), 32) if T < 1024 or numerics.keeps_order("norms") else 2
     add_norm_kernel[(T,)](
-        x, x if delta is None else delta.contiguous(), weight, total, out, eps, T * D, D,
-        PARTS=parts, BLOCK=block, **options(warps),
-    )  # fmt: skip
+        x,
+        x if delta is None else delta.contiguous(),
+        weight,
+        total,
+        out,
+        eps,
+        T * D,
+        D,
+        PARTS=parts,
+        BLOCK=block,
+        **options(warps),
+    )
     return total, out
 
 
@@ -79,9 +101,18 @@ def gated(gate, up):
 
 @triton.jit
 def finished(
-    acc, up, rstd, bias, bias_up, before, dtype: tl.constexpr,
-    SQUARES: tl.constexpr, HAS_BIAS: tl.constexpr, SWIGLU: tl.constexpr, ONTO: tl.constexpr,
-):  # fmt: skip
+    acc,
+    up,
+    rstd,
+    bias,
+    bias_up,
+    before,
+    dtype: tl.constexpr,
+    SQUARES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    ONTO: tl.constexpr,
+):
     """What `held_kernel` says comes after a product; what a flag does not ask for may be anything."""
     if SQUARES:
         acc *= rstd
@@ -115,7 +146,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
-    at_once = 16 * processors()  # blocks of 4 warps; what has far more of them is bound by its bytes
+    at_once = (
+        16 * processors()
+    )  # blocks of 4 warps; what has far more of them is bound by its bytes
     block = 2048 if at_once < T * -(-F // 1024) and T <= FEW_TOKENS else 1024
     swiglu_kernel[(T, -(-F // block))](gate_up, out, F, BLOCK=block, **options(4))
     return out
@@ -123,11 +156,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @triton.jit
 def heads_kernel(
-    qkv, q_scale, k_scale, cos, sin, positions, cells, active, state, table, table_row, q_out, k_out, v_out, keys,
-    values, eps,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, NORM: tl.constexpr,
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    positions,
+    cells,
+    active,
+    state,
+    table,
+    table_row,
+    q_out,
+    k_out,
+    v_out,
+    keys,
+    values,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    PAGE: tl.constexpr,
+    NORM: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, and k and v in the cache.
 
     PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Else token t is the newest one of the
@@ -152,7 +205,10 @@ def heads_kernel(
         wait_beside_next(PDL)
     else:
         wait(PDL)
-    first, second = tl.load(row, n < H + 2 * K, other=0.0), tl.load(row + half, n < H + 2 * K, other=0.0)
+    first, second = (
+        tl.load(row, n < H + 2 * K, other=0.0),
+        tl.load(row + half, n < H + 2 * K, other=0.0),
+    )
     x, y = first.to(tl.float32), second.to(tl.float32)
     if NORM:
         rstd = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / E + eps)[:, None]
@@ -160,7 +216,10 @@ def heads_kernel(
         y = (y * rstd).to(first.dtype).to(tl.float32)
         x *= tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
         y *= tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(tl.float32)
-    turned_x, turned_y = (x * cos_x + y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
+    turned_x, turned_y = (
+        (x * cos_x + y * sin_x).to(first.dtype),
+        (y * cos_y + x * sin_y).to(first.dtype),
+    )
     q_row, k_row, v_row = (t * H + n) * E + e, n - H, n - H - K
     tl.store(q_out + q_row, turned_x, is_q)
     tl.store(q_out + q_row + half, turned_y, is_q)
@@ -176,9 +235,18 @@ def heads_kernel(
 
 
 def heads(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
-    cells: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    cells: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    eps: float,
+    H: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of a projection T x (H + 2K) x E; k and v also in the cells given, of keys and values … x K x E."""
     T, N, E = qkv.shape
     K = (N - H) // 2
@@ -186,16 +254,47 @@ def heads(
     q, k, v = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E), qkv.new_empty(T, K, E)
     scales, norm = head_scales(qkv, q_scale, k_scale)
     heads_kernel[(T,)](
-        qkv, *scales, cos, sin, positions, cells, qkv, qkv, qkv, 0, q, k, v, keys, values, eps,
-        H=H, K=K, E=E, N=power_of_2(N), PAGE=0, NORM=norm, **options(4),
-    )  # fmt: skip
+        qkv,
+        *scales,
+        cos,
+        sin,
+        positions,
+        cells,
+        qkv,
+        qkv,
+        qkv,
+        0,
+        q,
+        k,
+        v,
+        keys,
+        values,
+        eps,
+        H=H,
+        K=K,
+        E=E,
+        N=power_of_2(N),
+        PAGE=0,
+        NORM=norm,
+        **options(4),
+    )
     return q, k, v
 
 
 def newest_heads(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor,
-    active: Tensor, state: Tensor, table: Tensor, keys: Tensor, values: Tensor, eps: float, H: int,
-) -> Tensor:  # fmt: skip
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    active: Tensor,
+    state: Tensor,
+    table: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    eps: float,
+    H: int,
+) -> Tensor:
     """q of the newest token of each active sequence, whose k and v go into its pages: keys, values … x PAGE x K x E."""
     B, N, E = qkv.shape
     K = (N - H) // 2
@@ -203,13 +302,36 @@ def newest_heads(
     q = qkv.new_empty(B, H, E)
     scales, norm = head_scales(qkv, q_scale, k_scale)
     heads_kernel[(B,)](
-        qkv, *scales, cos, sin, qkv, qkv, active, state, table, table.shape[1], q, q, q, keys, values, eps,
-        H=H, K=K, E=E, N=power_of_2(N), PAGE=keys.shape[1], NORM=norm, **options(4),
-    )  # fmt: skip
+        qkv,
+        *scales,
+        cos,
+        sin,
+        qkv,
+        qkv,
+        active,
+        state,
+        table,
+        table.shape[1],
+        q,
+        q,
+        q,
+        keys,
+        values,
+        eps,
+        H=H,
+        K=K,
+        E=E,
+        N=power_of_2(N),
+        PAGE=keys.shape[1],
+        NORM=norm,
+        **options(4),
+    )
     return q
 
 
-def head_scales(qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None) -> tuple[tuple[Tensor, Tensor], bool]:
+def head_scales(
+    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], bool]:
     """What kernels take as scales, and whether they are to norm."""
     if q_scale is None or k_scale is None:
         return (qkv, qkv), False

@@ -17,9 +17,21 @@ from hone.kernels.gpu import has_dependent_launch, options, power_of_2, stages_o
 from hone.kernels.gpu.launching import prefetch, wait
 
 FIELDS, PARAMETERS = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.PARAMETERS)
-LAST, LENGTH, COUNT = tl.constexpr(row_state.LAST), tl.constexpr(row_state.LENGTH), tl.constexpr(row_state.COUNT)
-MAX, MIN, SEED = tl.constexpr(row_state.MAX), tl.constexpr(row_state.MIN), tl.constexpr(row_state.SEED)
-DONE, STOPPED, FULL = tl.constexpr(row_state.DONE), tl.constexpr(row_state.STOPPED), tl.constexpr(row_state.FULL)
+LAST, LENGTH, COUNT = (
+    tl.constexpr(row_state.LAST),
+    tl.constexpr(row_state.LENGTH),
+    tl.constexpr(row_state.COUNT),
+)
+MAX, MIN, SEED = (
+    tl.constexpr(row_state.MAX),
+    tl.constexpr(row_state.MIN),
+    tl.constexpr(row_state.SEED),
+)
+DONE, STOPPED, FULL = (
+    tl.constexpr(row_state.DONE),
+    tl.constexpr(row_state.STOPPED),
+    tl.constexpr(row_state.FULL),
+)
 TEMPERATURE = tl.constexpr(row_state.TEMPERATURE)
 LOGPROB_TEMPERATURE = tl.constexpr(row_state.LOGPROB_TEMPERATURE)
 
@@ -50,9 +62,18 @@ def _inverse_temperature(parameters, slot):
 
 @triton.jit
 def stretch_kernel(
-    logits, plain, threshold, parameters, active, stats, V,
-    FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    logits,
+    plain,
+    threshold,
+    parameters,
+    active,
+    stats,
+    V,
+    FILTERED: tl.constexpr,
+    C: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """Maximum and sum of exponentials of stretch s of row b, logits B x V: stats B x 4 x STRETCHES, the last two of
     `plain`. FILTERED: of the logits of at least threshold[b]."""
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -75,10 +96,22 @@ def stretch_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def head_kernel(
-    x, weight, parameters, active, stats, M, V,
-    D: tl.constexpr, BM: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr,
-    STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    parameters,
+    active,
+    stats,
+    M,
+    V,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BV: tl.constexpr,
+    BK: tl.constexpr,
+    C: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """What stretch_kernel gives, of the logits x M x D times weight V x D transposed, in stretches of C."""
     m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BK)
@@ -122,10 +155,27 @@ def _total(tops, sums):
 
 @triton.jit
 def sample_kernel(
-    logits, plain, threshold, parameters, state, active, stops, tokens, logprobs, capacity, num_stops, stats, V,
-    advance, FILTERED: tl.constexpr, C: tl.constexpr, STRETCHES: tl.constexpr, STOPS: tl.constexpr, D: tl.constexpr,
+    logits,
+    plain,
+    threshold,
+    parameters,
+    state,
+    active,
+    stops,
+    tokens,
+    logprobs,
+    capacity,
+    num_stops,
+    stats,
+    V,
+    advance,
+    FILTERED: tl.constexpr,
+    C: tl.constexpr,
+    STRETCHES: tl.constexpr,
+    STOPS: tl.constexpr,
+    D: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     """Draws the token of batch row b and notes it in the row's state (`kernels/row_state.py`).
 
     The logprob is that of `plain` B x V where FILTERED. advance: 1 where this step stored the last token's keys, 0
@@ -155,7 +205,9 @@ def sample_kernel(
 
     start = chosen.to(tl.int64) * C
     if D:
-        x = tl.where(start + i < V, _logits(logits + b * D, plain, start, V, D, 64, C), float("-inf"))
+        x = tl.where(
+            start + i < V, _logits(logits + b * D, plain, start, V, D, 64, C), float("-inf")
+        )
     else:
         x = tl.load(logits + b * V + start + i, start + i < V, other=float("-inf")).to(tl.float32)
     if FILTERED:
@@ -176,7 +228,12 @@ def sample_kernel(
     tl.store(tokens + slot * capacity + count, token)
     tl.store(logprobs + slot * capacity + count, logprob)
     n = tl.arange(0, STOPS)
-    is_stop = tl.max((tl.load(stops + slot * num_stops + n, n < num_stops, other=-1) == token).to(tl.int32)) > 0
+    is_stop = (
+        tl.max(
+            (tl.load(stops + slot * num_stops + n, n < num_stops, other=-1) == token).to(tl.int32)
+        )
+        > 0
+    )
     is_stop = is_stop & (count + 1 >= tl.load(own_state + MIN))
     is_last = count + 1 >= tl.load(own_state + MAX)
     tl.store(own_state + LAST, token)
@@ -189,9 +246,17 @@ STRETCH = 4096  # logits that one block reads
 
 
 def draw(
-    logits: Tensor, plain: Tensor, threshold: Tensor | None, parameters: Tensor, state: Tensor, active: Tensor,
-    stops: Tensor, tokens: Tensor, logprobs: Tensor, advance: bool,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    plain: Tensor,
+    threshold: Tensor | None,
+    parameters: Tensor,
+    state: Tensor,
+    active: Tensor,
+    stops: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    advance: bool,
+) -> None:
     """`engine/token_sampler.py`: draws a token for every active row that is not done, and notes it."""
     B, V = logits.shape
     count = -(-V // STRETCH)
@@ -200,18 +265,38 @@ def draw(
     inputs = (logits, plain, plain if threshold is None else threshold, parameters)
     stretch_kernel[(B, count)](*inputs, active, stats, V, **sizes, **options(4))
     sample_kernel[(B,)](
-        *inputs, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1], stats, V, int(advance),
-        **sizes, STOPS=power_of_2(stops.shape[1]), D=0, **options(4),
-    )  # fmt: skip
+        *inputs,
+        state,
+        active,
+        stops,
+        tokens,
+        logprobs,
+        tokens.shape[1],
+        stops.shape[1],
+        stats,
+        V,
+        int(advance),
+        **sizes,
+        STOPS=power_of_2(stops.shape[1]),
+        D=0,
+        **options(4),
+    )
 
 
 CELL = 64  # logits that sample_kernel computes once more
 
 
 def draw_from_hidden(
-    hidden: Tensor, weight: Tensor, parameters: Tensor, state: Tensor, active: Tensor, stops: Tensor, tokens: Tensor,
-    logprobs: Tensor, advance: bool,
-) -> None:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    parameters: Tensor,
+    state: Tensor,
+    active: Tensor,
+    stops: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    advance: bool,
+) -> None:
     """`draw` without filters from hidden states B x D, D a multiple of 64, and the head's weight V x D."""
     hidden = hidden.contiguous()
     (B, D), V = hidden.shape, len(weight)
@@ -220,13 +305,40 @@ def draw_from_hidden(
     BM = min(max(power_of_2(B), 16), 128)
     BV, BK, stages, warps = head_tile(B, D)
     head_kernel[(-(-B // BM), -(-V // BV))](
-        hidden, weight, parameters, active, stats, B, V, **sizes, BM=BM, BV=BV, BK=BK,
-        STAGES=stages_of(stages, BM + BV, BK), **options(warps),
-    )  # fmt: skip
+        hidden,
+        weight,
+        parameters,
+        active,
+        stats,
+        B,
+        V,
+        **sizes,
+        BM=BM,
+        BV=BV,
+        BK=BK,
+        STAGES=stages_of(stages, BM + BV, BK),
+        **options(warps),
+    )
     sample_kernel[(B,)](
-        hidden, weight, weight, parameters, state, active, stops, tokens, logprobs, tokens.shape[1], stops.shape[1],
-        stats, V, int(advance), **sizes, FILTERED=False, STOPS=power_of_2(stops.shape[1]), **options(8),
-    )  # fmt: skip
+        hidden,
+        weight,
+        weight,
+        parameters,
+        state,
+        active,
+        stops,
+        tokens,
+        logprobs,
+        tokens.shape[1],
+        stops.shape[1],
+        stats,
+        V,
+        int(advance),
+        **sizes,
+        FILTERED=False,
+        STOPS=power_of_2(stops.shape[1]),
+        **options(8),
+    )
 
 
 def head_tile(rows: int, inner: int) -> tuple[int, int, int, int]:

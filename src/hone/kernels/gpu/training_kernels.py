@@ -36,9 +36,20 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 @triton.jit(do_not_specialize=["T"])
 def norm_backward_kernel(
-    total, weight, grad, grad_total, normed, out, parts, eps, T, D,
-    HAS_TOTAL: tl.constexpr, WITH_NORMED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    total,
+    weight,
+    grad,
+    grad_total,
+    normed,
+    out,
+    parts,
+    eps,
+    T,
+    D,
+    HAS_TOTAL: tl.constexpr,
+    WITH_NORMED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Of rows of T x D: the norm once more, the gradient of its input, and this program's part of the scale's."""
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -64,7 +75,12 @@ def norm_backward_kernel(
 
 
 def norm_backward(
-    total: Tensor, weight: Tensor, grad: Tensor, grad_total: Tensor | None, eps: float, with_normed: bool
+    total: Tensor,
+    weight: Tensor,
+    grad: Tensor,
+    grad_total: Tensor | None,
+    eps: float,
+    with_normed: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """The normed rows if asked for, the gradient of `total` (T x D) and of the scale, of a norm's gradient."""
     T, D = total.shape
@@ -73,18 +89,41 @@ def norm_backward(
     programs = min(PROGRAMS * processors(), T)
     parts = total.new_empty(programs, D, dtype=torch.float32)
     norm_backward_kernel[(programs,)](
-        total, weight, grad, out if grad_total is None else grad_total, out if normed is None else normed, out, parts,
-        eps, T, D,
-        HAS_TOTAL=grad_total is not None, WITH_NORMED=with_normed, BLOCK=power_of_2(D), num_warps=4,
-    )  # fmt: skip
+        total,
+        weight,
+        grad,
+        out if grad_total is None else grad_total,
+        out if normed is None else normed,
+        out,
+        parts,
+        eps,
+        T,
+        D,
+        HAS_TOTAL=grad_total is not None,
+        WITH_NORMED=with_normed,
+        BLOCK=power_of_2(D),
+        num_warps=4,
+    )
     return normed, out, sum_parts(parts, weight.dtype)
 
 
 @triton.jit
 def rotate_heads_kernel(
-    qkv, q_scale, k_scale, cos, sin, positions, q_out, k_out, eps,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    positions,
+    q_out,
+    k_out,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """q and k of token t of a projection T x (H + 2K) x E, normalised and rotated."""
     t = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = E // 2
@@ -102,7 +141,10 @@ def rotate_heads_kernel(
         y = (y * rstd).to(first.dtype).to(tl.float32)
         x *= tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
         y *= tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(tl.float32)
-    turned_x, turned_y = (x * cos_x + y * sin_x).to(first.dtype), (y * cos_y + x * sin_y).to(first.dtype)
+    turned_x, turned_y = (
+        (x * cos_x + y * sin_x).to(first.dtype),
+        (y * cos_y + x * sin_y).to(first.dtype),
+    )
     q_row, k_row = (t * H + n) * E + e, (t * K + n - H) * E + e
     tl.store(q_out + q_row, turned_x, is_q)
     tl.store(q_out + q_row + half, turned_y, is_q)
@@ -112,9 +154,15 @@ def rotate_heads_kernel(
 
 
 def rotate_heads(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
-    eps: float, H: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    eps: float,
+    H: int,
+) -> tuple[Tensor, Tensor]:
     """q T x H x E and k T x K x E of a projection T x (H + 2K) x E."""
     T, N, E = qkv.shape
     K = (N - H) // 2
@@ -122,32 +170,74 @@ def rotate_heads(
     has_norm = q_scale is not None
     scales = (q_scale, k_scale) if has_norm else (qkv, qkv)
     rotate_heads_kernel[(T,)](
-        qkv, *scales, cos, sin, positions, q, k, eps,
-        H=H, K=K, E=E, N=power_of_2(N), NORM=has_norm, num_warps=4,  # as many rows as in `heads_kernel`: the same sums
-    )  # fmt: skip
+        qkv,
+        *scales,
+        cos,
+        sin,
+        positions,
+        q,
+        k,
+        eps,
+        H=H,
+        K=K,
+        E=E,
+        N=power_of_2(N),
+        NORM=has_norm,
+        num_warps=4,  # as many rows as in `heads_kernel`: the same sums
+    )
     return q, k
 
 
 @triton.jit(do_not_specialize=["T"])
 def rotate_heads_backward_kernel(
-    qkv, q_scale, k_scale, cos, sin, positions, dq, dk, dv, out, parts, eps, T,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr, NORM: tl.constexpr,
-):  # fmt: skip
+    qkv,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    positions,
+    dq,
+    dk,
+    dv,
+    out,
+    parts,
+    eps,
+    T,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    N: tl.constexpr,
+    NORM: tl.constexpr,
+):
     """The gradient of whole projections T x (H + 2K) x E, and this program's parts of those of the two scales."""
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N).to(tl.int64)[:, None], tl.arange(0, half)[None, :]
     is_q, is_k, is_v = n < H, (n >= H) & (n < H + K), (n >= H + K) & (n < H + 2 * K)
-    of_scale_x, of_scale_y = tl.zeros([N, half], dtype=tl.float32), tl.zeros([N, half], dtype=tl.float32)
+    of_scale_x, of_scale_y = (
+        tl.zeros([N, half], dtype=tl.float32),
+        tl.zeros([N, half], dtype=tl.float32),
+    )
     if NORM:
         scale_x = tl.where(is_q, tl.load(q_scale + e), tl.load(k_scale + e)).to(tl.float32)
-        scale_y = tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(tl.float32)
+        scale_y = tl.where(is_q, tl.load(q_scale + half + e), tl.load(k_scale + half + e)).to(
+            tl.float32
+        )
     for t in range(tl.program_id(0), T, tl.num_programs(0)):
         turn = tl.load(positions + t) * E + e
         cos_x, cos_y = tl.load(cos + turn).to(tl.float32), tl.load(cos + turn + half).to(tl.float32)
         sin_x, sin_y = tl.load(sin + turn).to(tl.float32), tl.load(sin + turn + half).to(tl.float32)
-        q_row, k_row, v_row = (t * H + n) * E + e, (t * K + n - H) * E + e, (t * K + n - H - K) * E + e
-        u = (tl.load(dq + q_row, is_q, other=0.0) + tl.load(dk + k_row, is_k, other=0.0)).to(tl.float32)
-        w = (tl.load(dq + q_row + half, is_q, other=0.0) + tl.load(dk + k_row + half, is_k, other=0.0)).to(tl.float32)
+        q_row, k_row, v_row = (
+            (t * H + n) * E + e,
+            (t * K + n - H) * E + e,
+            (t * K + n - H - K) * E + e,
+        )
+        u = (tl.load(dq + q_row, is_q, other=0.0) + tl.load(dk + k_row, is_k, other=0.0)).to(
+            tl.float32
+        )
+        w = (
+            tl.load(dq + q_row + half, is_q, other=0.0)
+            + tl.load(dk + k_row + half, is_k, other=0.0)
+        ).to(tl.float32)
         # The rotation back: its matrix transposed.
         slope_x, slope_y = u * cos_x + w * sin_y, w * cos_y + u * sin_x
         row = (t * (H + 2 * K) + n) * E + e
@@ -177,9 +267,17 @@ def rotate_heads_backward_kernel(
 
 
 def rotate_heads_backward(
-    qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
-    dq: Tensor, dk: Tensor, dv: Tensor, eps: float,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    qkv: Tensor,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of the projection and of the two scales, of those of q, k and v."""
     T, N, E = qkv.shape
     H = dq.shape[1]
@@ -189,9 +287,25 @@ def rotate_heads_backward(
     has_norm = q_scale is not None
     scales = (q_scale, k_scale) if has_norm else (qkv, qkv)
     rotate_heads_backward_kernel[(programs,)](
-        qkv, *scales, cos, sin, positions, dq, dk, dv, out, parts, eps, T,
-        H=H, K=(N - H) // 2, E=E, N=power_of_2(N), NORM=has_norm, num_warps=8,
-    )  # fmt: skip
+        qkv,
+        *scales,
+        cos,
+        sin,
+        positions,
+        dq,
+        dk,
+        dv,
+        out,
+        parts,
+        eps,
+        T,
+        H=H,
+        K=(N - H) // 2,
+        E=E,
+        N=power_of_2(N),
+        NORM=has_norm,
+        num_warps=8,
+    )
     if q_scale is None:
         return out, None, None
     of_q, of_k = sum_parts(parts, q_scale.dtype)
@@ -205,7 +319,10 @@ def swiglu_backward_kernel(gate_up, grad, act, out, F, WITH_ACT: tl.constexpr, B
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
     half = tl.load(gate_up + t * 2 * F + f, inside, other=0.0)
-    gate, up = half.to(tl.float32), tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0).to(tl.float32)
+    gate, up = (
+        half.to(tl.float32),
+        tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0).to(tl.float32),
+    )
     slope = tl.load(grad + t * F + f, inside, other=0.0).to(tl.float32)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     silu = (gate * sigmoid).to(half.dtype).to(tl.float32)
@@ -222,13 +339,24 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tens
     out = torch.empty_like(gate_up)
     act = torch.empty_like(grad) if with_act else None
     swiglu_backward_kernel[(T, -(-F // 1024))](
-        gate_up, grad, out if act is None else act, out, F, WITH_ACT=with_act, BLOCK=1024, num_warps=4
+        gate_up,
+        grad,
+        out if act is None else act,
+        out,
+        F,
+        WITH_ACT=with_act,
+        BLOCK=1024,
+        num_warps=4,
     )
     return act, out
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "temperature", "logsums", "logprobs", "entropies"])
-def statistics_kernel(logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr):
+@triton.jit(
+    do_not_specialize_on_alignment=["targets", "temperature", "logsums", "logprobs", "entropies"]
+)
+def statistics_kernel(
+    logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr
+):
     """Of row n of logits N x V: log of the sum of exponentials, logprob of its target, entropy, at its temperature."""
     n = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperature + n)
@@ -252,21 +380,49 @@ def statistics_kernel(logits, targets, temperature, logsums, logprobs, entropies
     tl.store(entropies + n, logsum - tl.sum(moment * kept) / total)
 
 
-def statistics(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def statistics(
+    logits: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """logsumexp, logprob of the target and entropy of each row of logits N x V, fp32, at its temperature."""
     results = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     logsums, logprobs, entropies = results
     statistics_kernel[(len(logits),)](
-        logits, targets, temperature, logsums, logprobs, entropies, logits.shape[1], BLOCK=4096, num_warps=8
+        logits,
+        targets,
+        temperature,
+        logsums,
+        logprobs,
+        entropies,
+        logits.shape[1],
+        BLOCK=4096,
+        num_warps=8,
     )
     return logsums, logprobs, entropies
 
 
-@triton.jit(do_not_specialize_on_alignment=["targets", "temperature", "logsums", "entropies", "grads", "entropy_grads"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "targets",
+        "temperature",
+        "logsums",
+        "entropies",
+        "grads",
+        "entropy_grads",
+    ]
+)
 def slope_kernel(
-    logits, targets, temperature, logsums, entropies, grads, entropy_grads, out, V,
-    HAS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    logits,
+    targets,
+    temperature,
+    logsums,
+    entropies,
+    grads,
+    entropy_grads,
+    out,
+    V,
+    HAS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The gradient of row n of logits N x V, of those of its target's logprob and of its entropy."""
     n = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -281,14 +437,30 @@ def slope_kernel(
 
 
 def slope(
-    logits: Tensor, targets: Tensor, temperature: Tensor, logsums: Tensor, entropies: Tensor, grads: Tensor,
-    entropy_grads: Tensor | None, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    logsums: Tensor,
+    entropies: Tensor,
+    grads: Tensor,
+    entropy_grads: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
     """The gradient of logits N x V, in the dtype given."""
     N, V = logits.shape
     out = logits.new_empty(N, V, dtype=dtype)
     slope_kernel[(N, -(-V // 2048))](
-        logits, targets, temperature, logsums, entropies, grads, grads if entropy_grads is None else entropy_grads, out,
-        V, HAS_ENTROPY=entropy_grads is not None, BLOCK=2048, num_warps=4,
-    )  # fmt: skip
+        logits,
+        targets,
+        temperature,
+        logsums,
+        entropies,
+        grads,
+        grads if entropy_grads is None else entropy_grads,
+        out,
+        V,
+        HAS_ENTROPY=entropy_grads is not None,
+        BLOCK=2048,
+        num_warps=4,
+    )
     return out

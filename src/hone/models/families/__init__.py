@@ -28,15 +28,25 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
     architecture = (config.get("architectures") or ["(none named)"])[0]
     if architecture not in FAMILIES:
         supported = ", ".join(FAMILIES)
-        raise ValueError(f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}")
+        raise ValueError(
+            f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}"
+        )
     family = FAMILIES[architecture]
-    for key, meant in (("use_sliding_window", False), ("partial_rotary_factor", 1.0), ("hidden_act", "silu")):
+    for key, meant in (
+        ("use_sliding_window", False),
+        ("partial_rotary_factor", 1.0),
+        ("hidden_act", "silu"),
+    ):
         found = config.get(key)
         if found is not None and found != meant:
-            raise ValueError(f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}")
+            raise ValueError(
+                f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}"
+            )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}")
+        raise ValueError(
+            f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}"
+        )
     is_llama = architecture == "LlamaForCausalLM"
     has_bias = bool(config.get("attention_bias", False))
     try:
@@ -74,7 +84,9 @@ def _rope_scaling(rope: dict[str, Any], origin: str) -> Llama3Rope | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}")
+        raise ValueError(
+            f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}"
+        )
     return Llama3Rope(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),

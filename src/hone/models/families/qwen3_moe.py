@@ -33,7 +33,9 @@ class Qwen3Moe(ModelSpec):
             )
         return {
             "intermediate_size": int(config["moe_intermediate_size"]),
-            "experts": int(config["num_local_experts" if "num_local_experts" in config else "num_experts"]),
+            "experts": int(
+                config["num_local_experts" if "num_local_experts" in config else "num_experts"]
+            ),
             "experts_per_token": int(config["num_experts_per_tok"]),
             "normalizes": bool(config.get("norm_topk_prob", False)),
         }

@@ -32,16 +32,28 @@ from hone.monitors.provenance import device_name, made_by
 from hone.monitors.report import StepReport
 from hone.records import Batch, Sample
 from hone.run_directory import RunDirectory, appearing_directory
-from hone.trainer.checkpoint import Checkpoints, forget_after, metrics_of, progress_of, restore_checkpoint, resume_from
+from hone.trainer.checkpoint import (
+    Checkpoints,
+    forget_after,
+    metrics_of,
+    progress_of,
+    restore_checkpoint,
+    resume_from,
+)
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import RLTrainer
 from hone.trainer.sharding import Export
 from hone.trainer.weight_files import save_weights
-from hone.transport.batches import FileBatches, read_progress, write_progress
+from hone.transport.batches import Batches, FileBatches, read_progress, write_progress
 from hone.transport.deadlines import Pulse, PulseOf, Wait, Watch, wait_for
 from hone.transport.delivery import TEXT, Canary, Delivery, remove_before, write_delivery
 from hone.transport.transports import make_sender
+
+
+def _take_unless_preempted(batches: Batches, step: int) -> Batch | None:
+    """Return the batch of a step, an empty one if the run was asked to leave, or None to wait."""
+    return Batch(step, []) if preemption.is_asked() else batches.take(step)
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -53,7 +65,9 @@ def main(config: TrainerRunConfig) -> None:
     weight_steps = config.weights.list_steps(config.max_steps)
     sources = resume_from(run, config.resume)
     if ranks.is_first:  # before seconds of loading
-        run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
+        run.check_claim(
+            clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps
+        )
     loaded = load_configured(config.model, seed=config.seed)
     trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
     with together():
@@ -74,10 +88,15 @@ def main(config: TrainerRunConfig) -> None:
         run.write_facts(device=device_name(trainer.device, ranks.count), **made_by())
         log.info(
             "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
-            config.model.name, sum(p.numel() for p in loaded.model.parameters()) / 1e6, str(loaded.dtype)[6:],
-            cpu.words(trainer.device.type), f" x {ranks.count}" if ranks.count > 1 else "", first, config.max_steps,
+            config.model.name,
+            sum(p.numel() for p in loaded.model.parameters()) / 1e6,
+            str(loaded.dtype)[6:],
+            cpu.words(trainer.device.type),
+            f" x {ranks.count}" if ranks.count > 1 else "",
+            first,
+            config.max_steps,
             run.path,
-        )  # fmt: skip
+        )
     ranks.barrier()  # the run has its id
     run.id = run.id_on_disk()
     export = Export(loaded.model, ranks, loaded.dtype)
@@ -96,8 +115,9 @@ def main(config: TrainerRunConfig) -> None:
         for step in range(first, config.max_steps + 1):
             start = time.perf_counter()
             what = f"the rollouts of step {step} in {run.rollouts}"
-            wait, take = Wait(what, config.batch_timeout, log, hint), partial(batches.take, step)
-            batch = wait_for(wait, lambda: Batch(step, []) if preemption.is_asked() else take(), run.require_own)  # noqa: B023
+            wait = Wait(what, config.batch_timeout, log, hint)
+            take = partial(_take_unless_preempted, batches, step)
+            batch = wait_for(wait, take, run.require_own)
             if ranks.any_rank(preemption.is_asked(), trainer.device):
                 before = read_progress(run.rollouts / f"step_{step - 1}")
                 checkpoints.leave_run(step - 1, state, values, before)
@@ -109,8 +129,12 @@ def main(config: TrainerRunConfig) -> None:
             is_last = step == config.max_steps
             if step in weight_steps:
                 sampled = (read_progress(run.rollouts / f"step_{step}") or {}).get("metrics") or {}
-                save_weights(export, run, step, config.max_steps, loaded, config.model.name, sampled | values)
-            checkpoints.save_if_due(step, is_last, state, values, read_progress(run.rollouts / f"step_{step}"))
+                save_weights(
+                    export, run, step, config.max_steps, loaded, config.model.name, sampled | values
+                )
+            checkpoints.save_if_due(
+                step, is_last, state, values, read_progress(run.rollouts / f"step_{step}")
+            )
             publish(step, values | {"time/save": time.perf_counter() - start})
             if ranks.is_first:
                 report.report_training(step, values)
@@ -127,7 +151,9 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
     """Prints how fast steps on random sequences are, and where their time goes."""
     model = load_configured(config.model, seed=config.seed).model
     if size.tokens > model.spec.max_position_embeddings + 1:
-        raise ValueError(f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions")
+        raise ValueError(
+            f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions"
+        )
     trainer = RLTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
     trainer.laps = Laps(trainer.device, is_on=True)
     draw, measured = np.random.default_rng(config.seed), []
@@ -135,11 +161,17 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
         shape = (size.sequences, size.tokens)
         ids, mask = draw.integers(0, model.spec.vocab_size, shape), np.arange(size.tokens) > 0
         logprobs = np.full(size.tokens, -math.log(model.spec.vocab_size))
-        samples = [Sample(x, mask, logprobs, a, 1.0) for x, a in zip(ids, draw.normal(size=len(ids)), strict=True)]
+        samples = [
+            Sample(x, mask, logprobs, a, 1.0)
+            for x, a in zip(ids, draw.normal(size=len(ids)), strict=True)
+        ]
         if step == WARM_UP + 1:
             trainer.laps.clear_laps()
         values = trainer.step(Batch(step, samples))
-        values |= {"progress/tokens": size.sequences * size.tokens, "time/step": values["time/train"]}
+        values |= {
+            "progress/tokens": size.sequences * size.tokens,
+            "time/step": values["time/train"],
+        }
         measured.append(values | {"perf/throughput": values["perf/train_throughput"]})
     if ranks.is_first:
         print_bench(config.model.name, model, measured[WARM_UP:], trainer.laps.seconds)
@@ -156,19 +188,32 @@ def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
 class Publisher:
     """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
 
-    How they travel is the sender's (`transport/weight_transport.py`): it is given all weights, or the adapter that is trained.
+    How they travel is the sender's (`transport/weight_transport.py`): it is given all
+    weights, or the adapter that is trained.
     """
 
     def __init__(
-        self, loaded: Loaded, export: Export, run: RunDirectory, config: TrainerRunConfig, log: logging.Logger
+        self,
+        loaded: Loaded,
+        export: Export,
+        run: RunDirectory,
+        config: TrainerRunConfig,
+        log: logging.Logger,
     ) -> None:
         self.loaded, self.export, self.run, self.log = loaded, export, run, log
         self.keep = config.max_async_level + 2
         self.is_first_time = True
-        self.canary_ids, self.score = canary_ids(loaded.model.spec.vocab_size), CanaryScorer(loaded.model)
+        self.canary_ids, self.score = (
+            canary_ids(loaded.model.spec.vocab_size),
+            CanaryScorer(loaded.model),
+        )
         self.proof: Proof | None = None  # of what is exported: the same model each time
         self.orchestrator = PulseOf(run.pulse_file("orchestrator"))
-        write_adapter = None if export.lora_config is None else partial(export.write_adapter, loaded.directory.name)
+        write_adapter = (
+            None
+            if export.lora_config is None
+            else partial(export.write_adapter, loaded.directory.name)
+        )
         self.sender = make_sender(config.weight_broadcast, write_adapter, log)
 
     def __enter__(self) -> "Publisher":
@@ -189,7 +234,9 @@ class Publisher:
         """All ranks publish together; the first one writes."""
         canary = Canary(self.canary_ids, self.score(self.canary_ids))
         if not all(map(math.isfinite, canary.logprobs)):
-            raise ValueError(f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?")
+            raise ValueError(
+                f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?"
+            )
         start, broadcasts = time.perf_counter(), self.run.broadcasts
         wants_adapter = self.sender.takes == "adapter"
         is_first_time, self.is_first_time = self.is_first_time, False
@@ -203,25 +250,45 @@ class Publisher:
             self.proof = Proof(model)
         if is_first_time:  # a server that comes later needs it too
             template = self.loaded.tokenizer.chat_template
-            write_description(self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, True, template)
+            write_description(
+                self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, True, template
+            )
         with appearing_directory(broadcasts / f"step_{version}") as place:
             template = self.loaded.tokenizer.chat_template
-            write_description(self.loaded.directory, place, self.loaded.dtype, is_first_time, template)
-            sent = self.sender.send_version(version, adapter if wants_adapter else self.proof.tensors, place)
+            write_description(
+                self.loaded.directory, place, self.loaded.dtype, is_first_time, template
+            )
+            sent = self.sender.send_version(
+                version, adapter if wants_adapter else self.proof.tensors, place
+            )
             of_each = self.proof.weight_fingerprints()
             delivery = Delivery(
-                self.run.id, version, self.proof.combine_checksum(of_each), str(self.loaded.dtype).removeprefix("torch."),
-                canary, metrics, self.proof.by_name(of_each), self.sender.delivery_message, sent, time.perf_counter() - start,
-            )  # fmt: skip
+                self.run.id,
+                version,
+                self.proof.combine_checksum(of_each),
+                str(self.loaded.dtype).removeprefix("torch."),
+                canary,
+                metrics,
+                self.proof.by_name(of_each),
+                self.sender.delivery_message,
+                sent,
+                time.perf_counter() - start,
+            )
             write_delivery(delivery, place)
         remove_before(broadcasts, version - self.keep)
         self.log.info(
             "Published version %d: %.2f MiB in %.3f s, checksum %s",
-            version, delivery.bytes / 2**20, delivery.seconds, delivery.checksum, extra={"console": False},
-        )  # fmt: skip
+            version,
+            delivery.bytes / 2**20,
+            delivery.seconds,
+            delivery.checksum,
+            extra={"console": False},
+        )
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
+    sys.path.insert(
+        0, str(Path(__file__).parents[3])
+    )  # src/, where torchrun gave a file and not the package
     sys.argv.insert(1, "trainer")
     runpy.run_module("hone", run_name="__main__")

@@ -44,7 +44,10 @@ from hone.transport.trained_tokens import Trained
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
-SUMS = {"routing": 2, "differs": 1}  # so many numbers of a micro-batch, where others are of its tokens
+SUMS = {
+    "routing": 2,
+    "differs": 1,
+}  # so many numbers of a micro-batch, where others are of its tokens
 
 
 class RLTrainer:
@@ -57,15 +60,24 @@ class RLTrainer:
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        self.model, self.config, self.max_steps, self.bad_steps = model, config, max_steps, bad_steps
+        self.model, self.config, self.max_steps, self.bad_steps = (
+            model,
+            config,
+            max_steps,
+            bad_steps,
+        )
         self.ranks, self.seed = ranks, seed
         self.device = model.embed.weight.device
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
-        self.shares_prompts = self.device.type == "cpu" or trains_model(model.embed.weight, model.spec.head_dim)
+        self.shares_prompts = self.device.type == "cpu" or trains_model(
+            model.embed.weight, model.spec.head_dim
+        )
         self.laps = Laps(self.device, is_on=False)
         self.trained: Trained | None = None  # what this rank saw of the last step's tokens
         self.loss = make_loss(config.loss)
-        self.loss_of = {env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()}
+        self.loss_of = {
+            env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()
+        }
         self.losses = [self.loss, *self.loss_of.values()]
         lora = config.lora
         if config.replay_routing and not model.spec.routed_experts:
@@ -77,19 +89,25 @@ class RLTrainer:
         if lora is not None:
             add_lora(model, lora, seed)
         # The reference model of the KL: under a fresh adapter the model without the adapter, else a copy.
-        keeps = any("reference" in loss.needs for loss in self.losses) and not (lora and lora.keeps_reference)
+        keeps = any("reference" in loss.needs for loss in self.losses) and not (
+            lora and lora.keeps_reference
+        )
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
             shard_model(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
         model.recomputes = config.activation_checkpointing
         sizes = (model.spec, model.embed.weight.dtype.itemsize, config.activation_checkpointing)
-        self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(*sizes, device_bytes(self.device))
+        self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(
+            *sizes, device_bytes(self.device)
+        )
 
     def estimate_memory(self, most_tokens: int) -> Estimate:
         """About what a step of up to so many tokens takes."""
         itemsize = self.model.embed.weight.dtype.itemsize
-        return estimate_rl(self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens)
+        return estimate_rl(
+            self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens
+        )
 
     def compile_kernels(self, most_tokens: int = 2048) -> None:
         """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`)
@@ -97,13 +115,17 @@ class RLTrainer:
 
         Does nothing without a GPU's kernels, nor where ranks hold parts of the model: those go through it in step.
         """
-        if self.optimizer.is_sharded or not trains_model(self.model.embed.weight, self.model.spec.head_dim):
+        if self.optimizer.is_sharded or not trains_model(
+            self.model.embed.weight, self.model.spec.head_dim
+        ):
             return
         count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
         for members in (GROUP, 1):  # a group's prompt is computed once
             mask, logprobs = np.arange(2 * REHEARSED) >= REHEARSED, np.zeros(2 * REHEARSED)
             ids = [np.full(len(mask), i // members % 256) for i in range(count)]
-            samples = [Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids]
+            samples = [
+                Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids
+            ]
             for loss in self.losses:
                 self.optimizer.clear_gradients()
                 self._backward_micro_batch(loss, samples, [1.0] * count, defaultdict(list))
@@ -128,9 +150,16 @@ class RLTrainer:
         samples = batch.samples
         loss_lengths = [sample.target_count for sample in samples]
         kinds, weights = self._group_by_loss(samples), [0.0] * len(samples)
-        for kind, members in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
+        for (
+            kind,
+            members,
+        ) in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
             own = token_weights([loss_lengths[i] for i in members], kind.config)
-            share = sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths))) if len(kinds) > 1 else 1.0
+            share = (
+                sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths)))
+                if len(kinds) > 1
+                else 1.0
+            )
             for i, weight in zip(members, own, strict=True):
                 weights[i] = share * weight
         names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
@@ -142,9 +171,16 @@ class RLTrainer:
         loss, flops = torch.zeros((), device=self.device), 0.0
         split: list[tuple[Loss, list[int]]] = []
         for kind, members in kinds:
-            own_parts = [[members[i] for i in part] for part in self._split_samples([samples[i] for i in members])]
-            if self.optimizer.is_sharded:  # all ranks go through the model equally often, and for the same losses
-                own_parts += [[]] * (self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts))
+            own_parts = [
+                [members[i] for i in part]
+                for part in self._split_samples([samples[i] for i in members])
+            ]
+            if (
+                self.optimizer.is_sharded
+            ):  # all ranks go through the model equally often, and for the same losses
+                own_parts += [[]] * (
+                    self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts)
+                )
             split += [(kind, part) for part in own_parts]
         for kind, members in split:
             part, work = self._backward_micro_batch(
@@ -173,9 +209,16 @@ class RLTrainer:
                 return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
 
             handle_bad_step(
-                batch.step, grad_norm, len(samples), alone, describe_sample, self.optimizer, self.bad_steps,
-                self.config.on_bad_step, self.ranks,
-            )  # fmt: skip
+                batch.step,
+                grad_norm,
+                len(samples),
+                alone,
+                describe_sample,
+                self.optimizer,
+                self.bad_steps,
+                self.config.on_bad_step,
+                self.ranks,
+            )
         seconds = time.perf_counter() - start
 
         def finish_step() -> dict[str, float]:
@@ -183,7 +226,9 @@ class RLTrainer:
                 arrival.synchronize()
             here = dict(zip(on_device, copies, strict=True))
             order = [samples[i] for _, members in split for i in members]
-            self.trained = Trained(order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0)
+            self.trained = Trained(
+                order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0
+            )
             found = self._collect_metrics(
                 here if self.ranks.count == 1 else on_device
             )  # ranks add up and gather on the device
@@ -203,7 +248,9 @@ class RLTrainer:
     def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         """The metrics that a step's loss and what its tokens have come to, over all ranks."""
         values = {"loss/mean": float(self.ranks.sum_over_ranks(found["loss"]))}
-        if "routing" in found:  # of the experts that were given and of those among them that differ, how many
+        if (
+            "routing" in found
+        ):  # of the experts that were given and of those among them that differ, how many
             differs, given = self.ranks.sum_over_ranks(found["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in found:  # tokens whose logprob has other bits than the sampler's
@@ -224,7 +271,10 @@ class RLTrainer:
         kinds: list[tuple[Loss, list[int]]] = []
         for i, sample in enumerate(samples):
             loss = self._loss_of(sample)
-            members = next((members for kind, members in kinds if kind is loss or kind.config == loss.config), None)
+            members = next(
+                (members for kind, members in kinds if kind is loss or kind.config == loss.config),
+                None,
+            )
             if members is None:
                 kinds.append((loss, members := []))
             members.append(i)
@@ -235,14 +285,21 @@ class RLTrainer:
         lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
         if not self.shares_prompts:
             mine = self.ranks.own_share(range(len(samples)), lengths)
-            return [[mine[i] for i in part] for part in split_by_tokens([lengths[i] for i in mine], budget)]
+            return [
+                [mine[i] for i in part]
+                for part in split_by_tokens([lengths[i] for i in mine], budget)
+            ]
         prompts = [prompt_of(sample.ids, sample.mask) for sample in samples]
         mine = share_by_prompt(self.ranks, prompts, lengths)
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
         return [[mine[i] for i in part] for part in parts]
 
     def _backward_micro_batch(
-        self, loss: Loss, samples: list[Sample], weights: list[float], parts: dict[str, list[torch.Tensor]]
+        self,
+        loss: Loss,
+        samples: list[Sample],
+        weights: list[float],
+        parts: dict[str, list[torch.Tensor]],
     ) -> tuple[torch.Tensor, float]:
         """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
 
@@ -252,14 +309,20 @@ class RLTrainer:
         """
         if not samples:
             zeros = np.zeros(2)
-            nothing = Sample(np.array([0, 0]), np.array([False, True]), zeros, 0.0, 1.0, teacher_logprobs=zeros)
+            nothing = Sample(
+                np.array([0, 0]), np.array([False, True]), zeros, 0.0, 1.0, teacher_logprobs=zeros
+            )
             return self._backward_micro_batch(loss, [nothing], [0.0], defaultdict(list))
         pack_samples = pack_shared if self.shares_prompts else pack_sequences
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         sequence_N = packed.sequence_N
         temperature_N, advantage_N, weight_N = (
             to_device(np.array(values, dtype=np.float32), self.device)[sequence_N]
-            for values in ([s.temperature for s in samples], [s.advantage for s in samples], weights)
+            for values in (
+                [s.temperature for s in samples],
+                [s.advantage for s in samples],
+                weights,
+            )
         )
         self.model.routing_TR = None
         if self._is_replaying_routes(samples):
@@ -268,7 +331,10 @@ class RLTrainer:
         self.laps("data")
         reference_N = None
         if "reference" in loss.needs:
-            with torch.no_grad(), without_lora(self.model) if self.reference is None else nullcontext():
+            with (
+                torch.no_grad(),
+                without_lora(self.model) if self.reference is None else nullcontext(),
+            ):
                 reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
 
         @cache
@@ -281,9 +347,16 @@ class RLTrainer:
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             sampled_N, teacher_N = sampled_logprobs()
             found = policy_loss(
-                logprobs, sampled_N[part], advantage_N[part], sequence_N[part], weight_N[part], loss, entropy,
-                None if reference_N is None else reference_N[part], None if teacher_N is None else teacher_N[part],
-            )  # fmt: skip
+                logprobs,
+                sampled_N[part],
+                advantage_N[part],
+                sequence_N[part],
+                weight_N[part],
+                loss,
+                entropy,
+                None if reference_N is None else reference_N[part],
+                None if teacher_N is None else teacher_N[part],
+            )
             parts["logprobs"].append(logprobs.detach())
             if numerics.is_exact():
                 parts["differs"].append((logprobs.detach() != sampled_N[part]).sum()[None])
@@ -299,7 +372,9 @@ class RLTrainer:
         if "whole_sequences" not in loss.needs:
             total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         else:
-            total = loss_of(slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy))
+            total = loss_of(
+                slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy)
+            )
         self.laps("forward")
         total.backward()
         self.laps("backward")
@@ -316,4 +391,6 @@ class RLTrainer:
         return found
 
     def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
-        self._backward_micro_batch(self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list))
+        self._backward_micro_batch(
+            self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list)
+        )

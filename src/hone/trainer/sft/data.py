@@ -37,7 +37,9 @@ class FakeConversations:
     def __getitem__(self, i: int) -> list[Conversation]:
         draw = np.random.default_rng([self.seed, i])
         length = int(draw.integers(max(self.seq_len // 4, 2), self.seq_len, endpoint=True))
-        return [(draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1))]
+        return [
+            (draw.integers(0, self.vocab_size, length).tolist(), [False] + [True] * (length - 1))
+        ]
 
 
 @dataclass(frozen=True)
@@ -65,25 +67,43 @@ class Left:
             named.append(f"row {number}" + (f": {rendered.detail}" if rendered.detail else ""))
 
     def __str__(self) -> str:
-        parts = [f"{count} {reason} ({'; '.join(self.examples[reason])})" for reason, count in self.counts.items()]
+        parts = [
+            f"{count} {reason} ({'; '.join(self.examples[reason])})"
+            for reason, count in self.counts.items()
+        ]
         return ", ".join(parts)
 
 
 class Renderer:
     """Turn a row into samples no longer than `seq_len`."""
 
-    def __init__(self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False) -> None:
-        self.tokenizer, self.seq_len, self.roles, self.last_only = tokenizer, seq_len, roles, last_only
+    def __init__(
+        self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False
+    ) -> None:
+        self.tokenizer, self.seq_len, self.roles, self.last_only = (
+            tokenizer,
+            seq_len,
+            roles,
+            last_only,
+        )
 
     def __call__(self, row: dict[str, Any]) -> Rendered:
         try:
-            every = self.tokenizer.conversation_ids(to_messages(row), self.roles, self.last_only, **to_tools(row))
+            every = self.tokenizer.conversation_ids(
+                to_messages(row), self.roles, self.last_only, **to_tools(row)
+            )
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Rendered([], "cannot be rendered", str(error))
         sizes = [len(ids) for ids, _ in every]
         fitting = [one for one, size in zip(every, sizes, strict=True) if size <= self.seq_len]
         used = [(ids, mask) for ids, mask in fitting if any(mask[1:])]
-        reason = "" if used else f"with {LEARNT_FROM}" if fitting or not every else f"longer than {self.seq_len} tokens"
+        reason = (
+            ""
+            if used
+            else f"with {LEARNT_FROM}"
+            if fitting or not every
+            else f"longer than {self.seq_len} tokens"
+        )
         return Rendered(used, reason, "", sum(sizes), max(sizes, default=0))
 
 
@@ -188,7 +208,10 @@ class StreamedConversations:
                 self.left.add_row(self.read, rendered)
             if useless == STREAM_CHECK:
                 raise _nothing_fits(config, self.render.seq_len, self.left)
-            if self.read % STREAM_CHECK == 0 and self.dropped_count > config.max_left_out * self.read:
+            if (
+                self.read % STREAM_CHECK == 0
+                and self.dropped_count > config.max_left_out * self.read
+            ):
                 raise too_many_left_out(self.dropped_count, self.read, self.left, config)
             yield from rendered.samples
 
@@ -212,7 +235,9 @@ def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
         yield from source
 
 
-def iterate_epoch(data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int) -> Iterator[Row]:
+def iterate_epoch(
+    data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int
+) -> Iterator[Row]:
     """The rows of one pass over the data; the order follows from seed and number."""
     draw, order, start = random.Random(f"{seed} {number}"), [], 0
     weights = None if config.fake else config.weights
@@ -240,7 +265,9 @@ def pack_conversations(conversations: Iterator[Conversation], config: DataConfig
         yield row
 
 
-def iterate_steps(data: Data, config: DataConfig, seed: int, epochs: int | None = None) -> Iterator[list[Row]]:
+def iterate_steps(
+    data: Data, config: DataConfig, seed: int, epochs: int | None = None
+) -> Iterator[list[Row]]:
     """The rows of one optimiser step after the other, across epochs; without end unless `epochs` is given."""
     batch: list[Row] = []
     for row in _iterate_rows(data, config, seed, epochs):
@@ -266,9 +293,13 @@ def _iterate_rows(data: Data, config: DataConfig, seed: int, epochs: int | None)
             left = Left()
             for i, one in getattr(data, "left_out", {}).items():
                 left.add_row(i + 1, one)
-            raise _nothing_fits(config, data.render.seq_len if isinstance(data, Conversations) else 0, left)
+            raise _nothing_fits(
+                config, data.render.seq_len if isinstance(data, Conversations) else 0, left
+            )
         if is_empty:
-            raise ValueError(f"data.weights {config.weights} of {data.sizes} rows leave no conversation to train on")
+            raise ValueError(
+                f"data.weights {config.weights} of {data.sizes} rows leave no conversation to train on"
+            )
         number += 1
 
 

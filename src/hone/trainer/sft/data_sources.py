@@ -21,7 +21,8 @@ from hone.text.messages import MessageError, drop_nulls
 COLUMNS = "`messages`, or `prompt` and `completion`"
 TEXT_FILES, ARROW_FILES = (".jsonl", ".json", ".csv", ".tsv"), (".parquet", ".arrow")
 READABLE = (
-    "a .jsonl, .json, .csv (each also .gz), .parquet or .arrow file, a folder of datasets' save_to_disk, or a hub id"
+    "a .jsonl, .json, .csv (each also .gz), .parquet or .arrow file, "
+    "a folder of datasets' save_to_disk, or a hub id"
 )
 CONVERSATION = ("messages", "prompt", "completion", "tools")  # columns that are rendered
 
@@ -33,14 +34,18 @@ class Source:
     found, else when that row is reached.
     """
 
-    def __init__(self, name: str, split: str, streaming: bool = True, key: str = "data.name") -> None:
+    def __init__(
+        self, name: str, split: str, streaming: bool = True, key: str = "data.name"
+    ) -> None:
         self.name, self.split, self.streaming, self.key = name, split, streaming, key
         self.path = Path(name).expanduser()
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self.is_zipped = suffixes[-1:] == [".gz"]
         self.suffix = (suffixes[:-1] if self.is_zipped else suffixes)[-1:] or [""]
         self.kind = self.suffix[0]
-        self.is_file = self.path.is_file() or (self.kind in TEXT_FILES + ARROW_FILES and not self.path.is_dir())
+        self.is_file = self.path.is_file() or (
+            self.kind in TEXT_FILES + ARROW_FILES and not self.path.is_dir()
+        )
         if self.is_file and not self.path.is_file():
             raise ValueError(f"{key}: no file {name}")
         if self.is_file and self.kind not in TEXT_FILES + ARROW_FILES:
@@ -70,7 +75,9 @@ class Source:
         import datasets
 
         try:
-            if self.path.is_dir() and any((self.path / name).is_file() for name in ("state.json", "dataset_dict.json")):
+            if self.path.is_dir() and any(
+                (self.path / name).is_file() for name in ("state.json", "dataset_dict.json")
+            ):
                 found = datasets.load_from_disk(str(self.path))
                 if isinstance(found, datasets.DatasetDict):
                     if self.split not in found:
@@ -79,7 +86,9 @@ class Source:
                 return iter(found)
             name = str(self.path) if self.path.is_dir() else self.name
             return iter(datasets.load_dataset(name, split=self.split, streaming=self.streaming))
-        except Exception as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+        except (
+            Exception
+        ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
             where = "is a folder that" if self.path.is_dir() else "is no file or folder here and"
             raise ValueError(
                 f"{self.key}: {self.name} {where} cannot be loaded {'' if self.path.is_dir() else 'from the hub '}"
@@ -107,7 +116,9 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     prompt, completion = row["prompt"], row["completion"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return messages + (
-        [{"role": "assistant", "content": completion}] if isinstance(completion, str) else list(completion)
+        [{"role": "assistant", "content": completion}]
+        if isinstance(completion, str)
+        else list(completion)
     )
 
 
@@ -133,7 +144,10 @@ def _from_json(value: Any, column: str) -> Any:
 def _read_text(path: Path, kind: str, is_zipped: bool) -> Iterator[dict[str, Any]]:
     unpack: Any = gzip.open if is_zipped else open
     try:
-        with unpack(path, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file:
+        with (
+            unpack(path, "rb") as raw,
+            io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
+        ):
             if kind in (".csv", ".tsv"):
                 csv.field_size_limit(2**31 - 1)  # a thought may be long
                 yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",")
@@ -141,7 +155,14 @@ def _read_text(path: Path, kind: str, is_zipped: bool) -> Iterator[dict[str, Any
                 yield from _read_list(path, file.read())
             else:
                 yield from _read_lines(path, file)
-    except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError, OSError, csv.Error) as error:
+    except (
+        UnicodeDecodeError,
+        gzip.BadGzipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        csv.Error,
+    ) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 

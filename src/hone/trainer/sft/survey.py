@@ -29,7 +29,9 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
             left.add_row(i + 1, found)
             lost += found.tokens
     count, total = left.counts.total(), len(rows)
-    which = f"{total:,} rows" if total == data.count else f"{total:,} rows drawn from {data.count:,}"
+    which = (
+        f"{total:,} rows" if total == data.count else f"{total:,} rows drawn from {data.count:,}"
+    )
     tell(f"Data ({key}): {which}, {samples:,} samples, {tokens:,} tokens")
     if count:
         share = f"{100 * count / total:.1f} % of the rows, {100 * lost / max(tokens, 1):.1f} % of the tokens"
@@ -41,11 +43,15 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
 def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
     """Return the length of a row that the longest conversation fits into, as far as the model has positions for it."""
     return _row_tokens(
-        max((data.render_row(i).longest for i in _choose_surveyed(data.count)), default=0), positions, tell
+        max((data.render_row(i).longest for i in _choose_surveyed(data.count)), default=0),
+        positions,
+        tell,
     )
 
 
-def row_tokens_of_streams(sources: list[Source], render: Renderer, positions: int, tell: Tell) -> int:
+def row_tokens_of_streams(
+    sources: list[Source], render: Renderer, positions: int, tell: Tell
+) -> int:
     """Return the same from the first rows of streams."""
     lengths = (render(row).longest for source in sources for row in islice(source, STREAMED_ROWS))
     return _row_tokens(max(lengths, default=0), positions, tell)

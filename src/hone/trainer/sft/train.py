@@ -64,7 +64,9 @@ DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
 MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
-NOTHING: list[Row] = [[([0, 0], [False, True])]]  # what a rank without rows goes through the model with
+NOTHING: list[Row] = [
+    [([0, 0], [False, True])]
+]  # what a rank without rows goes through the model with
 
 
 def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
@@ -82,7 +84,9 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     done = restore_checkpoint(sources, optimizer, config, ranks)
     ranks.barrier()  # nobody reads what the first is about to change
     if not ranks.is_first:
-        Trainer(config, loaded, optimizer, run, build_report(config), ranks, evaluate).train_steps(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, build_report(config), ranks, evaluate).train_steps(
+            rows, val_rows, done
+        )
         return ranks.leave_ranks()
     run.claim_run(
         clean=config.may_start_anew,
@@ -95,13 +99,19 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     run.write_facts(device=device_name(loaded.model.embed.weight.device, ranks.count), **made_by())
     with Pulse(run.pulse_file("sft")), Metrics(run.metrics, config) as metrics:
         report = build_report(config, run.logs, metrics)
-        Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train_steps(rows, val_rows, done)
+        Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train_steps(
+            rows, val_rows, done
+        )
         run.note_end(config.max_steps or 1)
     ranks.leave_ranks()
 
 
-def build_report(config: SFTConfig, logs: Path | None = None, metrics: Metrics | None = None) -> StepReport:
-    return StepReport(component_log("sft", logs), config.max_steps or 0, config.log_interval, metrics)
+def build_report(
+    config: SFTConfig, logs: Path | None = None, metrics: Metrics | None = None
+) -> StepReport:
+    return StepReport(
+        component_log("sft", logs), config.max_steps or 0, config.log_interval, metrics
+    )
 
 
 def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
@@ -143,7 +153,13 @@ class Trainer:
         ranks: Ranks,
         evaluate: Evaluate | None = None,
     ) -> None:
-        self.config, self.loaded, self.run, self.report, self.log = config, loaded, run, report, report.log
+        self.config, self.loaded, self.run, self.report, self.log = (
+            config,
+            loaded,
+            run,
+            report,
+            report.log,
+        )
         self.ranks, self.model = ranks, loaded.model
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
@@ -168,14 +184,23 @@ class Trainer:
         if val_rows:
             survey_data(val, config.data, "val.name", self.log_data_line)
         data_of_val = data_config.model_copy(update={"weights": None, "shuffle": False})
-        max_steps = config.max_steps or sum(1 for _ in iterate_steps(data, data_config, config.seed, epochs=1))
-        batches = islice(iterate_steps(data, data_config, config.seed), done, None)  # their order follows from the seed
+        max_steps = config.max_steps or sum(
+            1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
+        )
+        batches = islice(
+            iterate_steps(data, data_config, config.seed), done, None
+        )  # their order follows from the seed
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
             "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
-            config.model.name, parameters / 1e6, str(self.loaded.dtype)[6:], cpu.words(str(self.device)), data.count,
-            done + 1, max_steps,
-        )  # fmt: skip
+            config.model.name,
+            parameters / 1e6,
+            str(self.loaded.dtype)[6:],
+            cpu.words(str(self.device)),
+            data.count,
+            done + 1,
+            max_steps,
+        )
         start = time.perf_counter()
         preemption.steps_begin()
         with Live("sft", self.ranks.is_first) as live:
@@ -191,7 +216,9 @@ class Trainer:
                     values["val/loss"] = self.validation_loss(val, data_of_val)
                 if config.eval and config.eval.is_due(step, step if is_last else max_steps):
                     values |= self._evaluate_if_due(step)
-                live.show_step(f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s")
+                live.show_step(
+                    f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s"
+                )
                 self.report.max_steps = step if is_last else max_steps
                 self.report.report_sft_step(step, values)
                 if not is_last and self.ranks.any_rank(preemption.is_asked(), self.device):
@@ -200,8 +227,15 @@ class Trainer:
                 if is_last:
                     break
         if isinstance(data, StreamedConversations) and data.dropped_count:
-            self.log_data_line(f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}")
-        self.log.info("Weights of step %d in %s (%.1f s)", step, self.run.weights_of(step), time.perf_counter() - start)
+            self.log_data_line(
+                f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
+            )
+        self.log.info(
+            "Weights of step %d in %s (%.1f s)",
+            step,
+            self.run.weights_of(step),
+            time.perf_counter() - start,
+        )
 
     def _is_over(self, start: float) -> bool:
         """Whether max_seconds have passed, for one of the ranks and so for all."""
@@ -218,7 +252,10 @@ class Trainer:
         config, tokenizer = self.config.data, self.loaded.tokenizer
         if config.fake:
             return FakeConversations(
-                FAKE_ROWS, self.max_conversation_tokens, self.model.spec.vocab_size, self.config.seed
+                FAKE_ROWS,
+                self.max_conversation_tokens,
+                self.model.spec.vocab_size,
+                self.config.seed,
             )
         kind: Any = StreamedConversations if config.streaming else Conversations
         most = self.max_conversation_tokens if config.seq_len else self.max_positions
@@ -257,7 +294,9 @@ class Trainer:
         self.checkpoints.save_if_due(step, is_last, config.to_public_dict(), values)
         if is_last or (config.weights.interval and step % config.weights.interval == 0):
             max_steps = self.report.max_steps
-            save_weights(self.export, self.run, step, max_steps, self.loaded, config.model.name, values)
+            save_weights(
+                self.export, self.run, step, max_steps, self.loaded, config.model.name, values
+            )
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         """The first rank samples, from the model itself unless that is split; the others wait."""
@@ -269,7 +308,9 @@ class Trainer:
         self.ranks.barrier()
         return values
 
-    def train_step(self, step: int, max_steps: int, batches: Iterator[list[Row]]) -> dict[str, float]:
+    def train_step(
+        self, step: int, max_steps: int, batches: Iterator[list[Row]]
+    ) -> dict[str, float]:
         """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
@@ -296,10 +337,17 @@ class Trainer:
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
             flat = [conversation for row in rows for conversation in row]
-            alone = lambda i: (cross_entropy_sum(self._pack_rows([[flat[i]]]), self.model) / targets).backward()  # noqa: E731
-            describe = lambda i: dict(zip(("ids", "mask"), flat[i], strict=True))  # noqa: E731
+
+            def backward_alone(i: int) -> None:
+                (cross_entropy_sum(self._pack_rows([[flat[i]]]), self.model) / targets).backward()
+
+            def describe(i: int) -> dict[str, Any]:
+                return dict(zip(("ids", "mask"), flat[i], strict=True))
+
             where = (self.optimizer, self.run.bad_steps, self.config.on_bad_step)
-            handle_bad_step(step, grad_norm, len(flat), alone, describe, *where, self.ranks)
+            handle_bad_step(
+                step, grad_norm, len(flat), backward_alone, describe, *where, self.ranks
+            )
         seconds = time.perf_counter() - start
         used = model_flops_utilization(flops / seconds, self.device)
         return {
@@ -331,17 +379,23 @@ class Trainer:
         for rows in iterate_steps(data, config, seed=0, epochs=1):
             for part in self._split_micro_batches(rows[self.ranks.rank :: self.ranks.count]):
                 micro = self._pack_rows(part or NOTHING)
-                found = torch.tensor([float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]).to(sums)
+                found = torch.tensor(
+                    [float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]
+                ).to(sums)
                 sums += found if part else 0.0
         total, targets = self.ranks.sum_over_ranks(sums).tolist()
         return total / targets
 
     def _pack_rows(self, rows: list[Row]) -> Packed:
         conversations = [conversation for row in rows for conversation in row]
-        return pack_sequences([ids for ids, _ in conversations], [mask for _, mask in conversations], self.device)
+        return pack_sequences(
+            [ids for ids, _ in conversations], [mask for _, mask in conversations], self.device
+        )
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[3]))  # src/, where torchrun gave a file and not the package
+    sys.path.insert(
+        0, str(Path(__file__).parents[3])
+    )  # src/, where torchrun gave a file and not the package
     sys.argv.insert(1, "sft")
     runpy.run_module("hone", run_name="__main__")
