@@ -53,14 +53,16 @@ def at_length(engine, length: int, is_uneven: bool = False) -> None:
 
 def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = False) -> float:
     from hone.engine.graphs import Key, pad_rows
-    from hone.engine.token_sampler import Sampler
+    from hone.engine.token_sampler import TokenSampler
     from hone.kernels import row_state as column
 
     graphs, rows = engine.graphs, pad_rows(batch)
     parts = graphs._parts(rows, length) if parts < 0 else parts
     at_length(engine, length, is_uneven)
     longest = engine.slots.state[:rows, column.LENGTH].max().item()
-    graphs.key = Key(rows, Sampler.PLAIN, False, 0, parts, graphs.is_long(rows, longest, parts))
+    graphs.key = Key(
+        rows, TokenSampler.PLAIN, False, 0, parts, graphs.is_long(rows, longest, parts)
+    )
     graphs.run(2)  # captures
     times = []
     for _ in range(REPEATS):

@@ -25,7 +25,7 @@ from hone.launch.numerics_probe import probe_model
 from hone.models.lora import Merged, lora_modules
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.performance import device_bytes
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 
 PROMPT, NEW, GROUPS, MEMBERS = 64, 128, 8, 16
 LARGE, ROOMY = 2e9, 100e9  # parameters; bytes of a card
@@ -55,7 +55,7 @@ def steps(model, lora: bool, count: int = 7) -> dict[str, float]:
     is_short = is_large and device_bytes(model.embed.weight.device) < ROOMY
     optim = OptimConfig(state_dtype="bfloat16") if is_short else OptimConfig()
     config = TrainerConfig(lora=LoRAConfig(rank=16) if lora else None, optim=optim)
-    trainer = RLTrainer(model, config, count)
+    trainer = PolicyTrainer(model, config, count)
     if lora:
         for one in lora_modules(model):
             torch.nn.init.normal_(one.B, std=0.01)

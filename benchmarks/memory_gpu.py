@@ -24,7 +24,7 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     from hone.models.families import parse_model_config
     from hone.models.hf import empty_model
     from hone.trainer.memory_estimate import estimate_rl
-    from hone.trainer.rl.trainer import RLTrainer
+    from hone.trainer.rl.trainer import PolicyTrainer
 
     spec = parse_model_config(MODELS[name])
     model = empty_model(spec, torch.bfloat16, "cuda")
@@ -36,7 +36,7 @@ def measure(name: str, kind: str, is_lora: bool, tokens: int, recomputes: bool) 
     config = TrainerConfig(
         lora=lora, micro_batch_tokens=tokens, activation_checkpointing=recomputes
     )
-    trainer = RLTrainer(model, config, max_steps=3)
+    trainer = PolicyTrainer(model, config, max_steps=3)
     found["with_state"] = torch.cuda.memory_allocated() / GIB
 
     def lap(part: str) -> None:

@@ -171,9 +171,9 @@ def our_steps(
     """Steps on sequences that end with so many targets each; `flops` that one needs."""
     from hone.config.rl_config import TrainerConfig
     from hone.records import Batch, Sample
-    from hone.trainer.rl.trainer import RLTrainer
+    from hone.trainer.rl.trainer import PolicyTrainer
 
-    trainer = RLTrainer(our_model(), TrainerConfig(micro_batch_tokens=micro_batch_tokens), 1000)
+    trainer = PolicyTrainer(our_model(), TrainerConfig(micro_batch_tokens=micro_batch_tokens), 1000)
     if shares_prompts is not None:
         trainer.shares_prompts = shares_prompts
     batches = {}

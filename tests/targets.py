@@ -28,7 +28,7 @@ from hone.kernels import gpu
 from hone.models import attention_layouts
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 
 CARDS = {  # by compute capability: one that has it, its multiprocessors, KiB of shared memory that a block can have
     "8.0": ("A100", 108, 163),
@@ -132,7 +132,7 @@ def rehearsals(name: str) -> None:
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
         compile_kernels(engine, 256)
-        RLTrainer(model, TrainerConfig(), 1).compile_kernels()
+        PolicyTrainer(model, TrainerConfig(), 1).compile_kernels()
 
 
 def main(capability: str, name: str = "0.6B") -> None:

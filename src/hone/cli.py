@@ -193,7 +193,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
 
     try:
         return work() or 0
-    except preemption.Left as left:
+    except preemption.Preempted as left:
         print(f"{command}: {left}", flush=True)
         if not preemption.was_interrupted():
             return preemption.AGAIN

@@ -21,7 +21,7 @@ LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it h
 _asked, _interrupts, _takes_steps = False, 0, False
 
 
-class Left(Exception):
+class Preempted(Exception):
     """The run has ended since it was asked to, in words; `can_resume`: with a checkpoint."""
 
     def __init__(self, message: str, can_resume: bool = True) -> None:

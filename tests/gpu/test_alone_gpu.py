@@ -6,7 +6,7 @@ import torch
 
 from hone.kernels import gpu
 from hone.kernels import row_state as column
-from hone.kernels.decode import Rows, attend_by_pages_reference
+from hone.kernels.decode import DecodeRows, attend_by_pages_reference
 from hone.kernels.norm_rope import norm_rope
 
 pytestmark = [
@@ -47,7 +47,7 @@ def expected_of(heads, cache, where):
     )
     turned = norm_rope(qkv.float(), *scales, cos[at][:, None], sin[at][:, None], eps, H)
     cache = cache.float()
-    return attend_by_pages_reference(*turned, *cache, Rows(*where)), cache
+    return attend_by_pages_reference(*turned, *cache, DecodeRows(*where)), cache
 
 
 def close(

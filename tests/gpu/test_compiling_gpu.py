@@ -12,7 +12,7 @@ from hone.kernels.gpu.compiling import together
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 SPEC = ModelSpec(
@@ -21,7 +21,7 @@ SPEC = ModelSpec(
 
 
 def sampler_and_trainer(model):
-    return Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5), RLTrainer(
+    return Engine(model, max_batch_size=48, max_model_len=256, kv_cache_gib=0.5), PolicyTrainer(
         model, TrainerConfig(), 2
     )
 

@@ -13,7 +13,7 @@ from hone.models.hf import load_model
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TINY = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
@@ -82,7 +82,7 @@ def test_training_moves_the_storage_that_the_engine_reads():
     made = model(torch.bfloat16)
     engine, trainer = (
         Engine(made),
-        RLTrainer(made, TrainerConfig(optim=OptimConfig(lr=1e-2)), max_steps=10),
+        PolicyTrainer(made, TrainerConfig(optim=OptimConfig(lr=1e-2)), max_steps=10),
     )
     request = GenerateRequest([1, 2, 3], Sampling(1.0, 8, seed=1), frozenset())
     address = made.embed.weight.data_ptr()

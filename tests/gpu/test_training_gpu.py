@@ -25,7 +25,7 @@ from hone.trainer.checkpoint import Checkpoints, restore_checkpoint, resume_from
 from hone.trainer.optim import Optimizer
 from hone.trainer.packing import pack_sequences, pack_shared
 from hone.trainer.ranks import Ranks
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from tests import twins
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -176,7 +176,7 @@ def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
     )
     _, whole = distances(pack_sequences)
     assert max(shared) < 1.5 * max(whole) < 0.1
-    assert RLTrainer(model, TrainerConfig(), 1).shares_prompts
+    assert PolicyTrainer(model, TrainerConfig(), 1).shares_prompts
 
 
 def test_the_engine_reads_the_adapter_that_is_trained():
@@ -185,7 +185,7 @@ def test_the_engine_reads_the_adapter_that_is_trained():
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
     model = model.to("cuda", torch.bfloat16)
-    trainer = RLTrainer(
+    trainer = PolicyTrainer(
         model, TrainerConfig.model_validate({"lora": {"rank": 8}, "optim": {"lr": 1e-2}}), 10
     )
     engine = Engine(model)

@@ -15,7 +15,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.trainer.ranks import Ranks
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
 
 ranks = Ranks.join_ranks(60.0)
@@ -38,7 +38,7 @@ config = {
     "optim": {"lr": 1e-3, "type": given.pop("optimizer", "adamw")},
     **given,
 }
-trainer = RLTrainer(model.to(dtype), TrainerConfig.model_validate(config), 10, ranks=ranks)
+trainer = PolicyTrainer(model.to(dtype), TrainerConfig.model_validate(config), 10, ranks=ranks)
 values: dict[str, float] = {"ranks": ranks.count}
 for step in (1, 2):
     values |= {

@@ -49,7 +49,7 @@ message, device, dtype = json.loads(sys.argv[1]), sys.argv[2], getattr(torch, sy
 network.PORTION = int(sys.argv[4])
 if sys.argv[5:]:  # as if the trainer's memory were one that GPUs read; how it is opened here
     network.is_near = lambda message, device: True
-    network.opened_memory = eval(sys.argv[5])
+    network.map_memory = eval(sys.argv[5])
 model, receiver = Transformer(ModelSpec(*SPEC)).to(device, dtype), NetworkReceiver()
 proof = Proof(model)
 for line in sys.stdin:
@@ -194,7 +194,7 @@ class Mapped(Owned):
         )
         self.tensors = tensors_in(self.memory, self.layout)
 
-    def words(self):
+    def describe_memory(self):
         return {"gpu": "", "handle": [self.file.name, self.size], "layout": self.layout}
 
 

@@ -110,12 +110,12 @@ class TransformersSampler(Sampler):
         found = torch.log_softmax(self.model(torch.tensor([ids[:-1]])).logits[0] / temperature, -1)
         return found.gather(1, torch.tensor(ids[1:])[:, None]).squeeze(1).tolist()
 
-    async def likeliest(self, ids, number):
+    async def find_likeliest(self, ids, number):
         raise ValueError("echo: not here")
 
-    async def update(self, place, version, message):
+    async def update_weights(self, place, version, message):
         await self.on_thread(self.take, place, version, message)
-        return await self.state()
+        return await self.describe_state()
 
     @torch.no_grad()
     def take(self, place, version, message):
@@ -123,7 +123,7 @@ class TransformersSampler(Sampler):
         make_receiver(message["type"]).receive_version(message, version, place, weights)
         self.version = version
 
-    async def state(self, each=False):
+    async def describe_state(self, each=False):
         own = {
             "version": self.version,
             "checksum": None,
@@ -141,7 +141,7 @@ class TransformersSampler(Sampler):
         self.is_paused = self.ends = False
         self.open.set()
 
-    async def numbers(self):
+    async def read_metrics(self):
         return {}
 
 

@@ -27,7 +27,7 @@ from hone.trainer.checkpoint import (
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.train import hand_on
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 
 SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False)
 
@@ -183,7 +183,7 @@ def samples(bad=None):
 def test_a_bad_step_is_skipped_or_ends_the_run_and_names_its_samples(bad, tmp_path):
     skip_norm = 1e-6 if bad == "a norm" else None
     config = TrainerConfig(optim=OptimConfig(lr=1e-2, skip_norm=skip_norm), on_bad_step="skip")
-    trainer = RLTrainer(made(), config, 10, tmp_path)
+    trainer = PolicyTrainer(made(), config, 10, tmp_path)
     before = [p.clone() for p in trainer.model.parameters()]
     values = trainer.step(Batch(7, samples(bad=4 if bad == "a number" else None)))
     assert values["optim/skipped"] == 1.0

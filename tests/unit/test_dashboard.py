@@ -14,11 +14,11 @@ from starlette.testclient import TestClient
 from hone.dashboard import jobs as jobs_module
 from hone.dashboard.archive import tar_directory
 from hone.dashboard.dashboard_app import ASSETS, build_app
-from hone.dashboard.doctor import LOOKS, Facts
+from hone.dashboard.doctor import LOOKS, RunFacts
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Job, Jobs
 from hone.dashboard.runs import find_runs, run_status
-from hone.dashboard.tokens import Tokens
+from hone.dashboard.tokens import TokenTable
 from tests.integration.conftest import until
 
 RL = 'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "reverse-text"\n'
@@ -409,7 +409,7 @@ def test_tokens_follow_the_sequences_that_were_trained():
         (np.array([-1.5, -2.5, -3.5], np.float32), np.array([False, True, False])),
         (np.array([-4.5], np.float32), np.array([False])),
     ]
-    first, second = Tokens(None).trained_sequences(turns, seen)
+    first, second = TokenTable(None).trained_sequences(turns, seen)
     assert first["ids"] == [1, 2, 3, 4, 5, 6] and first["sampled"] == [
         None,
         None,
@@ -420,7 +420,7 @@ def test_tokens_follow_the_sequences_that_were_trained():
     ]
     assert first["trained"] == [None, None, -1.5, -2.5, None, -3.5] and first["masked"][3] is True
     assert second["trained"] == [None, -4.5] and second["version"] == [None, 2]
-    assert Tokens(None).trained_sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
+    assert TokenTable(None).trained_sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
 
 
 def told(steps, **series):
@@ -444,7 +444,7 @@ def told(steps, **series):
     }
     named = {name.replace("__", "/"): dict(enumerate(column, 1)) for name, column in values.items()}
     named.setdefault("reward/mean", {row["step"]: row["reward"] for row in rows})
-    return [finding.kind for look in LOOKS if (finding := look(Facts(named, rows)))]
+    return [finding.kind for look in LOOKS if (finding := look(RunFacts(named, rows)))]
 
 
 def test_the_doctor_leaves_runs_alone_that_learn():

@@ -16,7 +16,7 @@ from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
 from hone.trainer.memory_estimate import estimate_rl, micro_batch_tokens
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from tests.unit.test_families import CONFIGS
 
 QWEN3_4B = {
@@ -48,7 +48,7 @@ def test_what_is_always_there_is_counted(family, dtype, kind):
     lora = LoRAConfig(rank=4) if kind == "lora" else None
     loss = {"kl_beta": 0.1} if kind == "reference" else {}
     config = TrainerConfig(optim=optim, lora=lora, loss=loss)
-    trainer = RLTrainer(model, config, max_steps=1)
+    trainer = PolicyTrainer(model, config, max_steps=1)
     found = estimate_rl(spec, config, 100, dtype.itemsize, 100)
     own = trainer.optimizer
     reference = list(trainer.reference.parameters()) if trainer.reference is not None else []

@@ -34,7 +34,7 @@ from hone.records import (
     Turn,
 )
 from hone.run_directory import appearing_directory
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from hone.transport.batches import FileBatches
 
 COMMON = {
@@ -124,7 +124,7 @@ def test_what_the_sampler_wrote_the_trainer_scores_alike_and_learns(kind):
     model = made("experts")
     optim = OptimConfig(type="muon" if kind == "muon" else "adamw", lr=1e-2)
     lora = LoRAConfig(rank=4) if kind == "lora" else None
-    trainer = RLTrainer(model, TrainerConfig(optim=optim, lora=lora), max_steps=2)
+    trainer = PolicyTrainer(model, TrainerConfig(optim=optim, lora=lora), max_steps=2)
     engine = Engine(model, max_batch_size=8, kv_cache_gib=0.1)
     prompts = [[1, 2, 3, 4 + i % 2] for i in range(8)]
     before = None
@@ -250,7 +250,7 @@ def test_training_goes_through_the_experts_that_were_chosen(shared, recomputes):
                     torch.randn(6, 32, generator=torch.Generator().manual_seed(1))
                 )
         config = TrainerConfig(replay_routing=replay, activation_checkpointing=recomputes)
-        trainer = RLTrainer(model, config, max_steps=1)
+        trainer = PolicyTrainer(model, config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         values = trainer.step(Batch(1, samples))
         return (
@@ -273,7 +273,7 @@ def test_replay_needs_a_mixture_and_sets_what_servers_return():
     with pytest.raises(
         ValueError, match="trainer.replay_routing: this model is not a mixture of experts"
     ):
-        RLTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
+        PolicyTrainer(made("dense"), TrainerConfig(replay_routing=True), max_steps=1)
     given = {
         "model": {"name": "m"},
         "orchestrator": {"env": {"id": "x"}},
@@ -293,6 +293,6 @@ def test_a_bad_step_is_written_down_without_routing(tmp_path):
     config = TrainerConfig(
         replay_routing=True, optim=OptimConfig(skip_norm=1e-12), on_bad_step="skip"
     )
-    trainer = RLTrainer(model, config, max_steps=1, bad_steps=tmp_path)
+    trainer = PolicyTrainer(model, config, max_steps=1, bad_steps=tmp_path)
     assert trainer.step(Batch(1, samples))["optim/skipped"] == 1.0
     assert '"routing": null' in (tmp_path / "step_1.jsonl").read_text()

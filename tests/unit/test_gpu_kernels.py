@@ -18,7 +18,7 @@ from hone.engine.slots import Slots
 from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import numerics
 from hone.kernels import row_state as column
-from hone.kernels.decode import Rows, attend_by_pages_reference
+from hone.kernels.decode import DecodeRows, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
@@ -443,7 +443,7 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
     turned = norm_rope(qkv, *scales, cos[at][:, None], sin[at][:, None], 1e-6, H)
 
     expected_cache, cache = before.clone(), before.clone()
-    expected = attend_by_pages_reference(*turned, *expected_cache, Rows(active, state, table))
+    expected = attend_by_pages_reference(*turned, *expected_cache, DecodeRows(active, state, table))
     shared = None
     if not is_exact:
         shared = Shared.empty(4, B, 2, H, E, torch.device(DEVICE))
@@ -667,7 +667,7 @@ def test_statistics_and_slopes_of_logits():
 def test_adamw(dtype, has_weight):
     """Several tensors in one launch; a gradient that does not begin at 16 bytes."""
     from hone.kernels.adamw import Change, adamw_reference
-    from hone.kernels.gpu.optimizer import Table
+    from hone.kernels.gpu.optimizer import OptimizerTable
 
     sizes, decays, change, results = (
         [5000, 7, 4096],
@@ -683,7 +683,7 @@ def test_adamw(dtype, has_weight):
         weights = [x.bfloat16() for x in masters] if has_weight else masters
         if is_kernel:
             numbers = (change.scale, change.lr, change.betas, change.corrections, change.eps)
-            Table([weights, masters, first, second], decays).step(grads, *numbers, seed=9)
+            OptimizerTable([weights, masters, first, second], decays).step(grads, *numbers, seed=9)
         else:
             for i, rows in enumerate(
                 zip(weights, masters, first, second, grads, decays, strict=True)
@@ -723,7 +723,7 @@ def test_adamw_by_portions_gives_the_same_bits(monkeypatch, dtype, has_master, s
         monkeypatch.setattr(
             optimizer, "is_away", lambda x, _, addresses=addresses: x.data_ptr() in addresses
         )
-        table = optimizer.Table(columns, [0.1, 0.2, 0.0])
+        table = optimizer.OptimizerTable(columns, [0.1, 0.2, 0.0])
         assert sorted(table.away) == list(away) and len(table.portions) == (5 if away else 3)
         assert table.is_even == are_even
         table.is_even &= not loads_one_by_one

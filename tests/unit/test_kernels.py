@@ -19,7 +19,7 @@ from hone.engine.slots import Slots
 from hone.engine.token_sampler import FILTERED_OUT, draw_reference, draw_tokens
 from hone.kernels import cpu
 from hone.kernels import row_state as column
-from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference
+from hone.kernels.decode import DecodeRows, attend_by_pages, attend_by_pages_reference
 from hone.kernels.fingerprint_tables import WORDS
 from hone.kernels.fingerprints import Fingerprints, sums_reference
 from hone.kernels.flat_attention import Sequences, flat_attention
@@ -234,7 +234,7 @@ def test_attention_by_pages(H, K, E):
     table = torch.randperm(7 * 4).view(7, 4)
     before = torch.randn(2, 28, PAGE, K, E)
     one, two = before.clone(), before.clone()
-    rows = Rows(active, state, table)
+    rows = DecodeRows(active, state, table)
     torch.testing.assert_close(
         attend_by_pages(q, k, v, *one, rows),
         attend_by_pages_reference(q, k, v, *two, rows),

@@ -24,7 +24,7 @@ from hone.models.lora import (
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.ranks import Ranks
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
 
 CONFIG = {
@@ -63,7 +63,7 @@ def logits(model, ids=IDS):
 def trained(model, steps=3, lr=1e-2, loss=None, **lora):
     """The trainer after steps that move the adapter far from 0."""
     settings = {"lora": lora, "optim": {"lr": lr}, "loss": loss or {"type": "sft"}}
-    trainer = RLTrainer(model, TrainerConfig.model_validate(settings), 100)
+    trainer = PolicyTrainer(model, TrainerConfig.model_validate(settings), 100)
     samples = [
         Sample(IDS[i:], [False] + [True] * (7 - i), [0.0] * (8 - i), 1.0, 1.0) for i in range(3)
     ]

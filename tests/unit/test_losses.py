@@ -21,7 +21,7 @@ from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, make_advantage
 from hone.records import Batch, Sample
 from hone.trainer.loss import LOSSES, make_loss, needs, policy_loss, token_weights
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from tests import twins
 
 LN2 = math.log(2)
@@ -282,7 +282,7 @@ def test_the_documented_loss_is_the_same_by_chunks_of_the_head(documented, monke
         monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", 0)
         monkeypatch.setattr("hone.kernels.head.chunk_rows", lambda weight, rows=rows: rows)
         loss = LossConfig(type="my_loss:trusted", args={"max_drift": 0.8})
-        trainer = RLTrainer(made(), TrainerConfig(loss=loss), max_steps=1)
+        trainer = PolicyTrainer(made(), TrainerConfig(loss=loss), max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         values = trainer.step(Batch(1, drifted))
         assert 0.1 < values["is_masked/mean"] < 0.9
@@ -346,7 +346,7 @@ def test_gradients_do_not_depend_on_micro_batches(kind, normalize):
         config = TrainerConfig(
             loss=LossConfig(type=kind, normalize=normalize), micro_batch_tokens=budget
         )
-        trainer = RLTrainer(made(), config, max_steps=1)
+        trainer = PolicyTrainer(made(), config, max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         assert (len(trainer._split_samples(samples())) > 1) == (budget == 12)
         trainer.step(Batch(1, samples()))
@@ -359,7 +359,7 @@ def test_an_environment_may_have_a_loss_of_its_own():
     """The gradients are those of each loss on its own samples, by the share of the samples that they are."""
 
     def gradients(batch, **config):
-        trainer = RLTrainer(made(), TrainerConfig(micro_batch_tokens=20, **config), max_steps=1)
+        trainer = PolicyTrainer(made(), TrainerConfig(micro_batch_tokens=20, **config), max_steps=1)
         trainer.optimizer.step = lambda lr: 0.0
         trainer.step(Batch(1, batch))
         return [p.grad for p in trainer.model.parameters()]
@@ -385,7 +385,7 @@ def test_a_loss_of_ones_own_has_the_gradient_of_the_entropy(monkeypatch):
     norms = []
     for whole in (2**30, 0):  # logits kept, and made chunk by chunk
         monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", whole)
-        trainer = RLTrainer(
+        trainer = PolicyTrainer(
             made(), TrainerConfig(loss=LossConfig(type=f"{__name__}:surprise")), max_steps=1
         )
         trainer.optimizer.step = lambda lr: 0.0
@@ -397,7 +397,7 @@ def test_a_loss_of_ones_own_has_the_gradient_of_the_entropy(monkeypatch):
 def test_the_reference_is_where_training_started():
     config = TrainerConfig(loss=LossConfig(kl_beta=0.1, entropy_weight=0.01))
     config.optim.lr = 1e-2
-    trainer = RLTrainer(made().float(), config, max_steps=3)
+    trainer = PolicyTrainer(made().float(), config, max_steps=3)
     values = [trainer.step(Batch(step, samples())) for step in (1, 2)]
     assert (
         values[0]["reference_kl/mean"] == pytest.approx(0.0, abs=1e-9)

@@ -45,7 +45,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     from hone.models.transformer import Transformer
     from hone.records import Batch
     from hone.trainer.packing import pack_sequences
-    from hone.trainer.rl.trainer import RLTrainer
+    from hone.trainer.rl.trainer import PolicyTrainer
 
     spec = ModelSpec(
         vocab_size=32,
@@ -75,7 +75,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     packed = pack_sequences([s.ids for s in samples], [s.mask for s in samples])
     with torch.no_grad():
         expected, _ = packed.target_logprobs(model, torch.ones(len(packed.targets_N)))
-    trainer = RLTrainer(
+    trainer = PolicyTrainer(
         model, TrainerConfig(micro_batch_tokens=budget) if budget else TrainerConfig(), 10
     )
     trainer.step(Batch(1, samples))

@@ -21,7 +21,7 @@ KNOWN = 0.8  # a mean reward from which on a task is known rather than out of re
 SLOW = 0.05  # seconds of scoring, during which everything else waits
 
 
-class Says:
+class FixedAnswer:
     """A model that always says the same."""
 
     def __init__(self, text: str) -> None:
@@ -32,7 +32,7 @@ class Says:
 
 
 @dataclass
-class Report:
+class CheckReport:
     problems: int = 0
     warnings: int = 0
     lines: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Report:
 
 def check_environment(environment: Environment, args: argparse.Namespace) -> int:
     """1 where something is wrong, else 0."""
-    report = Report()
+    report = CheckReport()
     print(f"{args.env}:")
     check_examples(environment, report)
     asyncio.run(_try_answers(environment, args, report))
@@ -61,7 +61,7 @@ def check_environment(environment: Environment, args: argparse.Namespace) -> int
     return int(report.problems > 0)
 
 
-def check_examples(environment: Environment, report: Report) -> None:
+def check_examples(environment: Environment, report: CheckReport) -> None:
     train, held_out = environment.get_dataset(), environment.get_eval_dataset()
     text = f"{len(train)} examples to train on, {len(held_out)} for evaluation"
     report.print_good(text) if train else report.print_bad(text)
@@ -80,7 +80,9 @@ def _question_of(example: Example) -> str:
     return f"{example.prompt} {example.answer} {example.info}"
 
 
-async def _try_answers(environment: Environment, args: argparse.Namespace, report: Report) -> None:
+async def _try_answers(
+    environment: Environment, args: argparse.Namespace, report: CheckReport
+) -> None:
     chosen = environment.get_dataset()[: args.num_examples]
     try:
         own = await own_answers(environment, chosen, args.seed, report)
@@ -93,7 +95,7 @@ async def _try_answers(environment: Environment, args: argparse.Namespace, repor
 
 
 async def own_answers(
-    environment: Environment, chosen: list[Example], seed: int, report: Report
+    environment: Environment, chosen: list[Example], seed: int, report: CheckReport
 ) -> list[Rollout]:
     found: list[Rollout] = []
     start = time.perf_counter()
@@ -132,7 +134,7 @@ async def own_answers(
 
 
 async def check_other_answers(
-    environment: Environment, chosen: list[Example], own: list[Rollout], report: Report
+    environment: Environment, chosen: list[Example], own: list[Rollout], report: CheckReport
 ) -> None:
     """What is said instead: nothing, and the answer to another example."""
     texts = {"an empty answer": ""}
@@ -146,7 +148,7 @@ async def check_other_answers(
     best = statistics.fmean(rollout.reward for rollout in own) if own else math.inf
     for name, text in texts.items():
         tried = [
-            await attempt(environment, Says(text), example, Sampling())
+            await attempt(environment, FixedAnswer(text), example, Sampling())
             for example in chosen[:-1] or chosen
         ]
         failed = next((rollout.error for rollout in tried if rollout.error), None)
@@ -161,7 +163,11 @@ async def check_other_answers(
 
 
 async def check_repeated_rewards(
-    environment: Environment, chosen: list[Example], seed: int, own: list[Rollout], report: Report
+    environment: Environment,
+    chosen: list[Example],
+    seed: int,
+    own: list[Rollout],
+    report: CheckReport,
 ) -> None:
     again = (
         [(await demonstrate_rollout(environment, example, seed))[0] for example in chosen]
@@ -178,7 +184,7 @@ async def check_repeated_rewards(
 
 
 async def check_signal(
-    environment: Environment, chosen: list[Example], args: argparse.Namespace, report: Report
+    environment: Environment, chosen: list[Example], args: argparse.Namespace, report: CheckReport
 ) -> None:
     n = args.rollouts_per_example
     if args.api_base_url is None:
@@ -213,7 +219,7 @@ async def check_signal(
         )
 
 
-def check_lengths(environment: Environment, args: argparse.Namespace, report: Report) -> None:
+def check_lengths(environment: Environment, args: argparse.Namespace, report: CheckReport) -> None:
     tokenizer = Tokenizer(args.tokenizer)
     examples = environment.get_dataset()
     counts = [

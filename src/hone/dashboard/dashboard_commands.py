@@ -124,10 +124,10 @@ def run_doctor(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, help="directory of the run (its output_dir)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(argv)
-    from hone.dashboard.doctor import Report, examine_run
+    from hone.dashboard.doctor import DoctorReport, examine_run
     from hone.monitors.step_lines import printable
 
-    reports: list[tuple[Run, Index, Report]] = []
+    reports: list[tuple[Run, Index, DoctorReport]] = []
     for run in runs_in(args.run):
         index = Index(args.run, run)
         index.update_index()

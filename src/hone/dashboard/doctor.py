@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hone.dashboard.index import Index
-from hone.dashboard.tokens import Tokens
+from hone.dashboard.tokens import TokenTable
 
 UNSURE = -2.0  # nats a token: below it the model writes what it does not know
 CUT = 0.5  # share of completions that are cut off
@@ -42,7 +42,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     steps: int
     findings: list[Finding]
     note: str = ""
@@ -52,7 +52,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """`steps`: of each step averages of its rollouts (`Index.steps`)."""
 
     series: Series
@@ -91,19 +91,21 @@ NAMES = [
 ]
 
 
-def examine_run(index: Index) -> Report:
+def examine_run(index: Index) -> DoctorReport:
     """Of a run of rl or sft."""
     kept = index.metric_series(NAMES, most=10**9)
     series = {
         name: dict(zip(map(int, steps), values, strict=True))
         for name, (steps, values) in kept.items()
     }
-    facts = Facts(
+    facts = RunFacts(
         series, *((index.step_means(), odd_prompt(index)) if index.run.kind == "rl" else ([],))
     )
     count = len(facts.metric_by_step("reward/mean" if index.run.kind == "rl" else "loss/mean"))
     if count < FEW:
-        return Report(count, [], f"{count} steps are too few to say anything (it takes {FEW})")
+        return DoctorReport(
+            count, [], f"{count} steps are too few to say anything (it takes {FEW})"
+        )
     findings = [
         finding
         for look in (LOOKS if index.run.kind == "rl" else SFT_LOOKS)
@@ -111,7 +113,7 @@ def examine_run(index: Index) -> Report:
     ]
     explained = {kind for finding in findings for kind in EXPLAINS.get(finding.kind, ())}
     told = [finding for finding in findings if finding.kind not in explained]
-    return Report(count, [_with_examples(finding, index) for finding in told])
+    return DoctorReport(count, [_with_examples(finding, index) for finding in told])
 
 
 def _with_examples(finding: Finding, index: Index) -> Finding:
@@ -126,7 +128,7 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
     return replace(finding, rollouts=[row["id"] for row in rows])
 
 
-def template(facts: Facts) -> Finding | None:
+def template(facts: RunFacts) -> Finding | None:
     """From the first step on little is rewarded, and the prompt is not what the model's tokenizer is made for, or the
     model is unsure of every token that it writes."""
     first = facts.steps[:FEW]
@@ -162,13 +164,13 @@ def odd_prompt(index: Index) -> str:
     turns = (found or {}).get("turns") or [{}]
     ids = turns[0].get("prompt_ids")
     return (
-        Tokens.of_run(index.root, index.run).find_oddity(ids)
+        TokenTable.of_run(index.root, index.run).find_oddity(ids)
         if isinstance(ids, list) and ids
         else ""
     )
 
 
-def truncated(facts: Facts) -> Finding | None:
+def truncated(facts: RunFacts) -> Finding | None:
     """Most completions are cut off by max_tokens, from the beginning."""
     cut = [row for row in facts.steps[:FEW] if row["truncated"] > CUT]
     if not cut or len(cut) < min(FEW, len(facts.steps)):
@@ -186,7 +188,7 @@ def truncated(facts: Facts) -> Finding | None:
     )
 
 
-def constant(facts: Facts) -> Finding | None:
+def constant(facts: RunFacts) -> Finding | None:
     """All rollouts have had one reward, in nearly all steps."""
     flat = [row for row in facts.steps if row["high"] - row["low"] < 1e-9]
     is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:FEW])
@@ -212,7 +214,7 @@ def constant(facts: Facts) -> Finding | None:
     )
 
 
-def no_signal(facts: Facts) -> Finding | None:
+def no_signal(facts: RunFacts) -> Finding | None:
     """The rollouts of a group have the same reward, in most groups of the last steps."""
     idle, n = (
         facts.metric_by_step("batch/without_signal"),
@@ -237,7 +239,7 @@ def no_signal(facts: Facts) -> Finding | None:
     )
 
 
-def collapse(facts: Facts) -> Finding | None:
+def collapse(facts: RunFacts) -> Finding | None:
     """The reward was there, and is gone."""
     rewards = facts.metric_by_step("reward/mean")
     steps = sorted(rewards)
@@ -297,7 +299,7 @@ def collapse(facts: Facts) -> Finding | None:
     )
 
 
-def length(facts: Facts) -> Finding | None:
+def length(facts: RunFacts) -> Finding | None:
     """Completions grow, and within a step the longer ones have the higher reward."""
     if len(facts.steps) < 2 * FEW:
         return None
@@ -324,7 +326,7 @@ def length(facts: Facts) -> Finding | None:
     )
 
 
-def stale(facts: Facts) -> Finding | None:
+def stale(facts: RunFacts) -> Finding | None:
     """The trainer learns from tokens of an old policy, or of another one."""
     behind, apart = (
         facts.metric_by_step("batch/off_policy_level/mean"),
@@ -360,7 +362,7 @@ def stale(facts: Facts) -> Finding | None:
     )
 
 
-def entropy_gone(facts: Facts) -> Finding | None:
+def entropy_gone(facts: RunFacts) -> Finding | None:
     """Nothing is tried any more, before the task is learnt."""
     entropy, rewards = facts.trained_metric("entropy/mean"), facts.metric_by_step("reward/mean")
     steps = sorted(entropy)
@@ -382,7 +384,7 @@ def entropy_gone(facts: Facts) -> Finding | None:
     )
 
 
-def failures(facts: Facts) -> Finding | None:
+def failures(facts: RunFacts) -> Finding | None:
     """Many rollouts end in an error."""
     bad = [row for row in facts.steps if row["failed"] > 0.2]
     if len(bad) < max(2, 0.2 * len(facts.steps)):
@@ -398,7 +400,7 @@ def failures(facts: Facts) -> Finding | None:
     )
 
 
-def diverged(facts: Facts) -> Finding | None:
+def diverged(facts: RunFacts) -> Finding | None:
     """The loss of supervised fine-tuning went up and stayed there."""
     loss = facts.metric_by_step("loss/mean")
     steps = sorted(loss)
@@ -416,7 +418,7 @@ def diverged(facts: Facts) -> Finding | None:
     )
 
 
-def overfitted(facts: Facts) -> Finding | None:
+def overfitted(facts: RunFacts) -> Finding | None:
     """The validation loss rises while that of training falls."""
     val = facts.metric_by_step("val/loss")
     steps = sorted(val)
@@ -446,7 +448,7 @@ def _running_mean(values: list[float], width: int = 3) -> list[float]:
     ]
 
 
-Look = Callable[[Facts], Finding | None]
+Look = Callable[[RunFacts], Finding | None]
 LOOKS: tuple[Look, ...] = (
     template,
     truncated,

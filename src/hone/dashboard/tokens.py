@@ -15,7 +15,7 @@ MOST = 16384  # tokens of a rollout that are shown
 WIDEST = 200  # characters of a token that are shown
 
 
-class Tokens:
+class TokenTable:
     """Decodes by a tokenizer.json that the run has written; by none where it has not, or it cannot be read."""
 
     def __init__(self, file: Path | None) -> None:
@@ -31,7 +31,7 @@ class Tokens:
                 self._tokenizer = None
 
     @staticmethod
-    def of_run(root: Path, run: Run) -> "Tokens":
+    def of_run(root: Path, run: Run) -> "TokenTable":
         return _load_tokens(*_find_tokenizer(root, run))
 
     @property
@@ -103,8 +103,8 @@ class Tokens:
 
 
 @functools.lru_cache(maxsize=4)
-def _load_tokens(file: Path | None, _stamp: int) -> Tokens:
-    return Tokens(file)
+def _load_tokens(file: Path | None, _stamp: int) -> TokenTable:
+    return TokenTable(file)
 
 
 def _find_tokenizer(root: Path, run: Run) -> tuple[Path | None, int]:

@@ -20,7 +20,7 @@ from hone.dashboard.runs import (
     run_age,
     run_status,
 )
-from hone.dashboard.tokens import Tokens
+from hone.dashboard.tokens import TokenTable
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
 from hone.transport.trained_tokens import read_trained
 
@@ -194,7 +194,7 @@ class Runs:
         found = index.read_rollout(number)
         if found is None:
             return None
-        at, tokens = found["at"], Tokens.of_run(self.root, run)
+        at, tokens = found["at"], TokenTable.of_run(self.root, run)
         seen = read_trained(index.file_of(at["step"]).parent).get((at["grp"], at["member"]), [])
         return {
             **found,

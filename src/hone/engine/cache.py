@@ -12,7 +12,7 @@ from torch import Tensor
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.kernels import gpu
-from hone.kernels.decode import Rows, attend_by_pages, attend_by_pages_reference, takes_pages
+from hone.kernels.decode import DecodeRows, attend_by_pages, attend_by_pages_reference, takes_pages
 from hone.kernels.pinned_memory import to_device
 from hone.models.attention_layouts import Heads
 from hone.models.spec import ModelSpec
@@ -92,7 +92,7 @@ class KVCache:
 class DecodeAttention:
     """Attention of one new token a row to everything before it, itself included."""
 
-    def __init__(self, cache: KVCache, rows: Rows) -> None:
+    def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
         self.cache, self.rows = cache, rows
 
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:

@@ -14,10 +14,10 @@ from torch import Tensor
 from hone.engine.cache import DecodeAttention, KVCache
 from hone.engine.packed_model import PackedModel
 from hone.engine.slots import Slots
-from hone.engine.token_sampler import Sampler
+from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
-from hone.kernels.decode import Rows
+from hone.kernels.decode import DecodeRows
 from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters
 from hone.models.transformer import Transformer
@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
         self.model, self.cache, self.slots = model, cache, slots
-        self.sampler, self.adapters = Sampler(slots, model.spec.vocab_size), Adapters(model)
+        self.sampler, self.adapters = TokenSampler(slots, model.spec.vocab_size), Adapters(model)
         self.packed = PackedModel(model, cache) if PackedModel.supports_model(model) else None
         self.stays_on_device = model.stays_on_device
 
@@ -41,19 +41,19 @@ class Decoder:
         """How many steps `step` takes in one call."""
         return (
             PACKED_STEPS
-            if self.packed is not None and not has_adapters and kind == Sampler.PLAIN
+            if self.packed is not None and not has_adapters and kind == TokenSampler.PLAIN
             else 1
         )
 
     def decode_step(
-        self, B: int, kind: int, has_adapters: bool, rows: Rows, steps: int = 1
+        self, B: int, kind: int, has_adapters: bool, rows: DecodeRows, steps: int = 1
     ) -> Tensor | None:
         """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
         the kind asks for them."""
         active_B, state = rows.active_B[:B], self.slots.state
         rows = replace(rows, active_B=active_B, state=state)
         if self.packed is not None and not has_adapters:
-            if kind == Sampler.PLAIN:
+            if kind == TokenSampler.PLAIN:
                 self.packed.decode_steps(rows, steps, self.slots)
                 return None
             return self.draw_tokens(
@@ -87,7 +87,7 @@ class Decoder:
         """A token for each of these slots, from hidden states or logits; returns the logits where there was a need to
         have them."""
         weight_VD = self.model.head_weight_VD
-        is_plain = kind == Sampler.PLAIN and not numerics.keeps_order("head")
+        is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head")
         if not is_logits and is_plain and gpu.takes_head(result_BD):
             self.sampler.sample_hidden(result_BD, weight_VD, active_B, advance)
             return None

@@ -28,11 +28,11 @@ from hone.engine.graphs import DecodeGraphs
 from hone.engine.prefill import Prefill
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots, Snapshot
-from hone.engine.token_sampler import Sampler
+from hone.engine.token_sampler import TokenSampler
 from hone.kernels import numerics
 from hone.kernels import row_state as column
 from hone.kernels.cuda_graphs import Captured
-from hone.kernels.decode import Rows
+from hone.kernels.decode import DecodeRows
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import read_adapter
 from hone.models.lora import lora_modules
@@ -341,7 +341,7 @@ class Engine:
         if len(started) > len(leaders):
             result = result[which_B]
         self.admission.finish_prefill(leaders)
-        kind = Sampler.kind_of_batch(started)
+        kind = TokenSampler.kind_of_batch(started)
         logits_BV = self.decoder.draw_tokens(
             result, active_B, kind, advance=False, is_logits=packed is not None
         )
@@ -370,7 +370,7 @@ class Engine:
                     self.graphs.set_batch(self.decoding, turn.kind, turn.has_adapters, self.steps)
                 logits_BV = self.graphs.run_steps(steps)
             else:
-                rows = Rows(slots.active, slots.state, slots.table)
+                rows = DecodeRows(slots.active, slots.state, slots.table)
                 logits_BV = self.decoder.decode_step(B, turn.kind, turn.has_adapters, rows, steps)
             self._has_changed = False
             self.steps += steps
@@ -394,7 +394,7 @@ class Engine:
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
         kind, has_adapters = (
-            Sampler.kind_of_batch(self.decoding),
+            TokenSampler.kind_of_batch(self.decoding),
             any(s.adapter for s in self.decoding),
         )
         each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)

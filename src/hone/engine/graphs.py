@@ -22,7 +22,7 @@ from hone.engine.sequence import Sequence
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.cuda_graphs import Captured
-from hone.kernels.decode import Rows
+from hone.kernels.decode import DecodeRows
 from hone.kernels.pinned_memory import to_device
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class DecodeGraphs:
             )
         return self.shared[key.stretches, key.parts]
 
-    def rows_by(self, key: Key) -> Rows:
+    def rows_by(self, key: Key) -> DecodeRows:
         """All slots, as graphs of this key read them."""
         from hone.kernels.gpu.decode_attention import Divided
 
@@ -202,7 +202,7 @@ class DecodeGraphs:
             self.slots,
             Divided(key.parts, self.arrived) if key.parts and not key.stretches else None,
         )
-        return Rows(
+        return DecodeRows(
             slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long
         )
 

@@ -15,7 +15,7 @@ from hone.engine.cache import KVCache
 from hone.engine.prefill import Stretch
 from hone.engine.slots import Slots
 from hone.kernels import cpu, row_state
-from hone.kernels.decode import Rows
+from hone.kernels.decode import DecodeRows
 from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import lora_modules
 from hone.models.transformer import Block, Linear, Transformer
@@ -88,7 +88,7 @@ class PackedModel:
             and model.spec.head_dim % 16 == 0
         )
 
-    def decode_rows(self, rows: Rows) -> Tensor:
+    def decode_rows(self, rows: DecodeRows) -> Tensor:
         """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
         state, tokens = (
@@ -103,7 +103,7 @@ class PackedModel:
         )
         return self._run_kernel(tokens, _task_bounds(B), rows.table, B)
 
-    def decode_steps(self, rows: Rows, number: int, slots: Slots) -> None:
+    def decode_steps(self, rows: DecodeRows, number: int, slots: Slots) -> None:
         """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
         B, threads = len(rows.active_B), torch.get_num_threads()
         room = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)

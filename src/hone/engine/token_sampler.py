@@ -178,7 +178,7 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
     return torch.maximum(values_BV.gather(1, kept_B1 - 1), least_B1).squeeze(1)
 
 
-class Sampler:
+class TokenSampler:
     """Draws for slots, with what penalties need to remember. `kind`: how much of it a step's requests ask for."""
 
     PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but somebody wants to see logits

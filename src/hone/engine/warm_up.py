@@ -5,7 +5,7 @@ import torch
 from hone.engine.engine import Engine
 from hone.engine.graphs import PART, PARTS, Key, pad_rows
 from hone.engine.prefill import Shape, Stretch
-from hone.engine.token_sampler import Sampler
+from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu
 
 PROMPT = 16  # tokens
@@ -24,23 +24,25 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
         return
     top = min(pad_rows(sequences), engine.max_batch_size)
     rows = sorted({min(B, top) for B in (*ROWS, *CAPTURED, top)})
-    ways = [Key(B, Sampler.PLAIN, False, 0, 0, False) for B in rows]
+    ways = [Key(B, TokenSampler.PLAIN, False, 0, 0, False) for B in rows]
     ways += [
-        Key(B, Sampler.PLAIN, False, 0, 0, True)
+        Key(B, TokenSampler.PLAIN, False, 0, 0, True)
         for B in rows
         if graphs.is_long(B, engine.max_model_len, 0)
     ]
     for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
         most = min(gpu.processors() // (graphs.heads * parts), top)
-        ways += [Key(B, Sampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most]
-    ways.append(Key(top, Sampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
+        ways += [
+            Key(B, TokenSampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most
+        ]
+    ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:
         hidden = engine.prefill.run_stretches(
             [Stretch([0] * length, pages, 0, length)] * count, [length - 1]
         )
-        engine.decoder.draw_tokens(hidden, slots.active[-1:], Sampler.PLAIN, advance=False)
+        engine.decoder.draw_tokens(hidden, slots.active[-1:], TokenSampler.PLAIN, advance=False)
     for way in ways:
         engine.decoder.decode_step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
     engine.prefill.seen.clear()
@@ -54,7 +56,7 @@ def capture_graphs(engine: Engine) -> None:
     """
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
-            engine.graphs.capture_graph(Key(rows, Sampler.PLAIN, False, 0, 0, False))
+            engine.graphs.capture_graph(Key(rows, TokenSampler.PLAIN, False, 0, 0, False))
     if engine.prefill.captured is not None:
         longest, most = (
             gpu.power_of_2(engine.max_model_len),

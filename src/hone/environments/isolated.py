@@ -99,7 +99,8 @@ class Isolated(Environment):
             json.dumps(arguments),
         )
         self.workers = [
-            Worker(name, [*self._words, on_reward_error or "fail"], given) for _ in range(workers)
+            WorkerProcess(name, [*self._words, on_reward_error or "fail"], given)
+            for _ in range(workers)
         ]
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
@@ -173,7 +174,7 @@ class _Waiting:
     process: asyncio.subprocess.Process | None = None
 
 
-class Worker:
+class WorkerProcess:
     """A process that `words` start, replaced when it dies. `arguments`: those of its environment, as JSON."""
 
     def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:

@@ -39,7 +39,7 @@ class Client:
         return turn_of(await answer)
 
 
-class Worker:
+class EnvironmentWorker:
     def __init__(self, environment: Environment, send: Any) -> None:
         self.environment, self.send = environment, send
         self.running: dict[int, tuple[asyncio.Task[None], Client]] = {}
@@ -125,7 +125,7 @@ def main() -> None:
         threading.Thread(target=read_lines, daemon=True).start()
         environment = load_environment(name, **arguments)
         environment.on_reward_error(on_reward_error)
-        worker = Worker(environment, send_message)
+        worker = EnvironmentWorker(environment, send_message)
         while True:
             worker.handle_line(await lines.get())
 

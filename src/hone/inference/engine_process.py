@@ -47,7 +47,7 @@ SWITCH = 0.0005  # seconds that the thread which samples waits at most for the o
 log = logging.getLogger("hone.inference")
 
 
-class Facts(NamedTuple):
+class SamplerFacts(NamedTuple):
     """What the server knows of the engine without asking it. Comes with the result of what may have changed it."""
 
     context: int
@@ -174,7 +174,7 @@ class ApartSampler(Sampler):
 
     can = ENGINE_CAN
 
-    def __init__(self, facts: Facts, lost: Callable[[], None]) -> None:
+    def __init__(self, facts: SamplerFacts, lost: Callable[[], None]) -> None:
         self.facts, self.lost = facts, lost
         self.streams = Streams(
             self.generate, lambda known: self._call_engine("find_partials", known)
@@ -189,7 +189,9 @@ class ApartSampler(Sampler):
             lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock
         )
 
-    def _handle_frame(self, frame: tuple[int, Any, BaseException | None, Facts | None]) -> None:
+    def _handle_frame(
+        self, frame: tuple[int, Any, BaseException | None, SamplerFacts | None]
+    ) -> None:
         number, result, error, facts = frame
         self.facts = facts or self.facts
         future = self._waiting.pop(number, None)
@@ -359,8 +361,10 @@ class Apart:
 # ---------------------------------------------------------------------------------------------- in the engine's process
 
 
-def collect_facts(sampler: Sampler) -> Facts:
-    return Facts(sampler.max_context, sampler.vocab_size, sampler.is_paused, sampler.adapters)
+def collect_facts(sampler: Sampler) -> SamplerFacts:
+    return SamplerFacts(
+        sampler.max_context, sampler.vocab_size, sampler.is_paused, sampler.adapters
+    )
 
 
 async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:

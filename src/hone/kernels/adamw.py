@@ -51,7 +51,7 @@ class AdamW:
         if all(takes(one) for column in tensors for one in column):
             from hone.kernels.gpu import optimizer
 
-            self.table = optimizer.Table(tensors, decays)
+            self.table = optimizer.OptimizerTable(tensors, decays)
 
     def step(self, grads: list[Tensor], change: Change) -> None:
         if self.table is not None:

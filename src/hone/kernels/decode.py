@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rows:
+class DecodeRows:
     """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
 
     A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `divided` and `is_long` are for
@@ -39,7 +39,7 @@ def takes_pages(x_THE: Tensor) -> bool:
 
 
 def attend_by_pages(
-    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows
+    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
 ) -> Tensor:
     """B x (H * E). keys, values: pages x PAGE x K x E of a layer. For CPU tensors that `takes_pages` accepts."""
     from hone.kernels.cpu import decode
@@ -66,7 +66,7 @@ def attend_by_pages(
 
 
 def attend_by_pages_reference(
-    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: Rows
+    q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
 ) -> Tensor:
     B, H, _ = q_BHE.shape
     PAGE = keys.shape[1]

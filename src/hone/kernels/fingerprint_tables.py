@@ -17,7 +17,7 @@ ADDRESS, COUNT, POWER, TENSOR = range(4)
 COLUMNS = 4
 
 
-class Table(ABC):
+class FingerprintTable(ABC):
     """Where the words of tensors stand, which stay there: found out once, read every time."""
 
     def forget(self) -> None:  # noqa: B027 - nothing to do where `add` does nothing

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hone.kernels import cpu, gpu
-from hone.kernels.fingerprint_tables import ODD, WORDS, Table, powers
+from hone.kernels.fingerprint_tables import ODD, WORDS, FingerprintTable, powers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -40,7 +40,7 @@ class Fingerprints:
         return [value % 2**64 for value in sums.tolist()]
 
 
-def _table(words: Sequence[Tensor]) -> Table | None:
+def _table(words: Sequence[Tensor]) -> FingerprintTable | None:
     """None where plain torch adds up."""
     if (
         gpu.IS_AVAILABLE

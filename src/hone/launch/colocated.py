@@ -51,7 +51,7 @@ from hone.trainer.checkpoint import (
     resume_from,
 )
 from hone.trainer.performance import keep_freed_memory
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
 from hone.trainer.weight_files import save_weights
 from hone.transport.deadlines import Pulse
@@ -96,7 +96,7 @@ def carry_out(
     live: Live,
 ) -> None:
     loaded = load_configured(config.model, seed=config.seed)
-    trainer = RLTrainer(
+    trainer = PolicyTrainer(
         loaded.model, config.trainer, config.max_steps, run.bad_steps, seed=config.seed
     )
     limit, serving = loaded.model.spec.max_position_embeddings, config.inference or ServeConfig()
@@ -150,7 +150,7 @@ async def run_training_loop(
     environments: dict[str, Environment],
     held_out: dict[str, Environment],
     service: EngineService,
-    trainer: RLTrainer,
+    trainer: PolicyTrainer,
     sampled: Merged,
     run: RunDirectory,
     metrics: Metrics,
@@ -295,7 +295,7 @@ async def run_training_loop(
 
 
 def train_step(
-    trainer: RLTrainer,
+    trainer: PolicyTrainer,
     sampled: Merged,
     service: EngineService,
     collected: Collected,

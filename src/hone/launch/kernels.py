@@ -37,7 +37,7 @@ def call_each() -> None:
     from hone.engine.packed_model import PackedModel
     from hone.kernels import row_state
     from hone.kernels.cpu import decode
-    from hone.kernels.decode import Rows, attend_by_pages
+    from hone.kernels.decode import DecodeRows, attend_by_pages
     from hone.kernels.fingerprints import Fingerprints
     from hone.kernels.logprobs import target_logprobs
     from hone.kernels.orthogonal import orthogonal
@@ -58,7 +58,7 @@ def call_each() -> None:
     with torch.no_grad():
         orthogonal([model.embed.weight])
         Fingerprints([model.embed.weight])()
-        rows = Rows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
+        rows = DecodeRows(ones, torch.zeros(T, row_state.FIELDS, dtype=torch.int64), ones[:, None])
         keys, values = torch.zeros(2, 2, 16, 1, E)
         query = torch.ones(T, 1, E)
         attend_by_pages(query, query, query, keys, values, rows)

@@ -218,7 +218,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
         if preemption.AGAIN in codes and None not in codes:
             trainers[0].reader.join(2.0)
             can_resume = any(follower.run.checkpoints.glob("step_*"))
-            raise preemption.Left(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
+            raise preemption.Preempted(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
         for child in children:
             code = child.exit_code()
             if child in trainers and code == preemption.AGAIN:

@@ -100,7 +100,7 @@ async def run_orchestrator(
         Watch({"trainer": run.pulse_file("trainer")}, log),
     ):
         report = StepReport(log, config.max_steps, config.log_interval, metrics)
-        rows = Rows(report, run)
+        rows = MetricsRows(report, run)
         assert weights.current is not None
         rows.write_trained(weights.version, weights.current.metrics)  # if it was killed before that
 
@@ -162,7 +162,7 @@ async def run_steps(
     run: RunDirectory,
     orchestrator: Orchestrator,
     weights: "Weights",
-    rows: "Rows",
+    rows: "MetricsRows",
     lag: Lag,
     first: int,
 ) -> None:
@@ -223,7 +223,7 @@ def publish_step(collected: Collected, values: dict[str, float], run: RunDirecto
     write_rollouts(collected.groups, run.rollouts / f"step_{collected.batch.step}", write_more)
 
 
-class Rows:
+class MetricsRows:
     """Rows of metrics.jsonl: what sampling a step gave, joined by what training on it gave."""
 
     def __init__(self, report: StepReport, run: RunDirectory) -> None:

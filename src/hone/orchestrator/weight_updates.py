@@ -34,7 +34,7 @@ OTHER_KERNELS = {
 MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
 
 
-class Rows(Protocol):
+class RowSink(Protocol):
     """Receives the metrics of the training step that made a version."""
 
     def write_trained(self, version: int, values: dict[str, float]) -> None: ...
@@ -110,7 +110,10 @@ class Weights:
         )
 
     async def watch_deliveries(
-        self, rows: Rows, adopted: Callable[[int], None], evaluate: Callable[[int], Awaitable[None]]
+        self,
+        rows: RowSink,
+        adopted: Callable[[int], None],
+        evaluate: Callable[[int], Awaitable[None]],
     ) -> None:
         """Gives the servers each version when it comes. Ends only by raising."""
         while True:
@@ -152,7 +155,7 @@ class Weights:
                 self.run.require_own()
             await asyncio.sleep(POLL)
 
-    def find_delivery(self, rows: Rows) -> Delivery | None:
+    def find_delivery(self, rows: RowSink) -> Delivery | None:
         """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
         newest = None
         for version in self.published.list_numbers():

@@ -27,7 +27,7 @@ from torch import Tensor
 from hone.config.base import Config, find_differences
 from hone.config.sections import CkptConfig
 from hone.monitors.metrics_log import read_rows
-from hone.preemption import Left
+from hone.preemption import Preempted
 from hone.run_directory import RunDirectory, rewrite_file, steps_in
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
@@ -63,14 +63,14 @@ class Checkpoints:
         """Write the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
         self.wait_until_written()
         if self.policy is None:
-            raise Left(
+            raise Preempted(
                 f"ended after step {step}, as asked; it cannot be resumed: ckpt is None",
                 can_resume=False,
             )
         if step and not (self.run.checkpoints / f"step_{step}").exists():
             self._start_saving(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
-        raise Left(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
+        raise Preempted(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if a checkpoint is to be written after this step; the same on all ranks."""

@@ -1,7 +1,7 @@
 """Tensors in one piece of memory: sent to others a few large stretches at a time, or, by its CUDA IPC handle, read by
 processes of the same machine, from the same GPU or over NVLink or PCIe from another.
 
-    owner: Owned(tensors like these) ── words(): layout and handle, as JSON ──► reader: opened_memory(words, its GPU)
+    owner: Owned(tensors like these) ── describe_memory(): layout and handle, as JSON ──► reader: map_memory(words, its GPU)
            Stamp().changed(version) ── words() ──────────────────────────────► StampReader(words).kept()
 
 A `Stamp` says which version the contents are, and keeps their owner from changing them while somebody reads. Where none
@@ -54,14 +54,14 @@ class Owned:
         return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
 
 
-def open_memory(words: dict[str, Any]) -> dict[str, Tensor]:
+def open_tensors(words: dict[str, Any]) -> dict[str, Tensor]:
     """The owner's tensors, as this process's present GPU reaches them."""
     return tensors_in(
-        opened_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"]
+        map_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"]
     )
 
 
-def opened_memory(words: dict[str, Any], device: torch.device) -> Tensor:
+def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
     """All of the owner's memory, as this GPU reaches it: its own, or that of another GPU of the machine, which this
     process need not see. Raises RuntimeError where it cannot be reached."""
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]

@@ -42,7 +42,7 @@ from hone.transport.gpu_memory import (
     gpu_of,
     layout_of,
     machine_of,
-    opened_memory,
+    map_memory,
     tensors_in,
 )
 from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
@@ -247,7 +247,7 @@ class _Shown:
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
         if "refused" in words:
             raise RuntimeError(words["refused"])
-        self.stamp, self.memory = StampReader(words["stamp"]), opened_memory(words, device)
+        self.stamp, self.memory = StampReader(words["stamp"]), map_memory(words, device)
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.environments.environment import Environment, ModelClient
-from hone.environments.isolated import ARGUMENTS_VARIABLE, Worker
+from hone.environments.isolated import ARGUMENTS_VARIABLE, WorkerProcess
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
@@ -95,7 +95,9 @@ class Foreign(Environment):
             Door,
         )  # a web server: not needed by Hone's own environments
 
-        self.workers = [Worker(env_id, self.words, self.arguments) for _ in range(max(1, workers))]
+        self.workers = [
+            WorkerProcess(env_id, self.words, self.arguments) for _ in range(max(1, workers))
+        ]
         self.door = Door()
 
     def _load_examples(self) -> dict[str, Any]:
@@ -171,7 +173,7 @@ class Foreign(Environment):
         }
         return rollout
 
-    def _choose_worker(self, example: Example) -> Worker:
+    def _choose_worker(self, example: Example) -> WorkerProcess:
         """The least busy one; the rollouts of a group that is scored together are at one."""
         if self._has_groups:
             return self.workers[example.id % len(self.workers)]

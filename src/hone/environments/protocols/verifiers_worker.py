@@ -94,7 +94,7 @@ def client_of(found, url):
     )
 
 
-class Worker:
+class VerifiersWorker:
     def __init__(self, environment, found, send):
         self.environment, self.found, self.send = environment, found, send
         self.running = {}
@@ -221,7 +221,7 @@ def main():
         os._exit(0)
 
     async def run_worker():
-        worker = Worker(environment, found, send_message)
+        worker = VerifiersWorker(environment, found, send_message)
         while True:
             worker.handle_line(await asyncio.to_thread(lines.get))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hone.transport.gpu_memory import open_memory
+from hone.transport.gpu_memory import open_tensors
 
 
 class TakesWeights:
@@ -15,5 +15,5 @@ class TakesWeights:
 
     def hone_take_weights(self, words: dict[str, Any]) -> None:
         """Loads what another process on this machine has at that place, as a checkpoint's tensors."""
-        self.reload_weights(weights_iterator=iter(open_memory(words).items()))
+        self.reload_weights(weights_iterator=iter(open_tensors(words).items()))
         torch.cuda.synchronize()

@@ -70,7 +70,7 @@ def _numba() -> tuple[Any, bool]:
     """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
     here = Path(__file__).parent
     beside = [
-        here.parent / name for name in ("row_state.py", "stretches.py")
+        here.parent / name for name in ("row_state.py", "fingerprint_tables.py")
     ]  # whose numbers are compiled in
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), *beside])
     machine.ensure_home()

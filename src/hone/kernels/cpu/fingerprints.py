@@ -16,7 +16,7 @@ from hone.kernels.fingerprint_tables import (
     ODD,
     POWER,
     TENSOR,
-    Table,
+    FingerprintTable,
     stretches,
 )
 
@@ -33,7 +33,7 @@ def sums(count, table, odd, found):
         put_integer(found, task, total * get_integer(table, row + POWER))
 
 
-class CpuTable(Table):
+class CpuTable(FingerprintTable):
     """Of words of 32 bits. Nothing is computed before `sums`."""
 
     def __init__(self, words: Sequence[Tensor]) -> None:

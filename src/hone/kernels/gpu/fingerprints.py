@@ -55,7 +55,7 @@ def fingerprint_kernel(
     tl.atomic_add(found + tl.load(row + TENSOR), tl.sum(total) * tl.load(row + POWER))
 
 
-class GpuTable(of_words.Table):
+class GpuTable(of_words.FingerprintTable):
     def __init__(self, words: Sequence[Tensor]) -> None:
         self.words = words
         self._stretches: dict[tuple[int, ...], list[tuple[torch.dtype, Tensor]]] = {}

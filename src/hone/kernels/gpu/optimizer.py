@@ -83,7 +83,7 @@ def adamw_kernel(
     tl.store(second + i, v.to(MOMENT), inside)
 
 
-class Table:
+class OptimizerTable:
     """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
     the device. Where masters or moments stand in the machine's memory (`kernels/pinned_memory.py`), each
     portion is a launch."""

@@ -42,7 +42,7 @@ from hone.trainer.checkpoint import (
 )
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
-from hone.trainer.rl.trainer import RLTrainer
+from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
 from hone.trainer.weight_files import save_weights
 from hone.transport.batches import Batches, FileBatches, read_progress, write_progress
@@ -69,7 +69,9 @@ def main(config: TrainerRunConfig) -> None:
             clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps
         )
     loaded = load_configured(config.model, seed=config.seed)
-    trainer = RLTrainer(loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed)
+    trainer = PolicyTrainer(
+        loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed
+    )
     with together():
         trainer.compile_kernels()
         fingerprints.rehearse(torch.empty(0, dtype=loaded.dtype, device=trainer.device))
@@ -154,7 +156,7 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
         raise ValueError(
             f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions"
         )
-    trainer = RLTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
+    trainer = PolicyTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
     trainer.laps = Laps(trainer.device, is_on=True)
     draw, measured = np.random.default_rng(config.seed), []
     for step in range(1, WARM_UP + size.steps + 1):

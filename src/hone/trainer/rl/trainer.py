@@ -50,7 +50,7 @@ SUMS = {
 }  # so many numbers of a micro-batch, where others are of its tokens
 
 
-class RLTrainer:
+class PolicyTrainer:
     def __init__(
         self,
         model: Transformer,

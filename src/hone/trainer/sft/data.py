@@ -54,7 +54,7 @@ class Rendered:
 
 
 @dataclass
-class Left:
+class LeftOut:
     """Rows of which nothing is used: how many by reason, and the first by number."""
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -171,7 +171,7 @@ class StreamedConversations:
         last_only: bool = False,
     ) -> None:
         self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles, last_only)
-        self.read, self.left = 0, Left()
+        self.read, self.left = 0, LeftOut()
 
     def limit_length(self, seq_len: int) -> None:
         """Leave out what is longer than this from now on."""
@@ -219,7 +219,7 @@ class StreamedConversations:
 STREAM_CHECK = 1000  # rows of a stream after which the share that is left out is looked at
 
 
-def too_many_left_out(count: int, total: int, left: Left, config: DataConfig) -> ValueError:
+def too_many_left_out(count: int, total: int, left: LeftOut, config: DataConfig) -> ValueError:
     """Return the error for data of which more is left out than `data.max_left_out` allows."""
     return ValueError(
         f"data: {count} of {total} rows would be left out: {left}; data.max-left-out allows {config.max_left_out:g} of "
@@ -290,7 +290,7 @@ def _iterate_rows(data: Data, config: DataConfig, seed: int, epochs: int | None)
             is_empty = False
             yield row
         if is_empty and data.dropped_count == data.count:
-            left = Left()
+            left = LeftOut()
             for i, one in getattr(data, "left_out", {}).items():
                 left.add_row(i + 1, one)
             raise _nothing_fits(
@@ -303,7 +303,7 @@ def _iterate_rows(data: Data, config: DataConfig, seed: int, epochs: int | None)
         number += 1
 
 
-def _nothing_fits(config: DataConfig, seq_len: int, left: Left) -> ValueError:
+def _nothing_fits(config: DataConfig, seq_len: int, left: LeftOut) -> ValueError:
     return ValueError(
         f"no conversation fits into data.seq-len {config.seq_len or seq_len} and the model's positions, or none has a "
         f"message of data.train-on: {left}"

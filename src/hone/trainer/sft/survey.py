@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 
 from hone.config.sft_config import DataConfig
-from hone.trainer.sft.data import Conversations, Left, Renderer, too_many_left_out
+from hone.trainer.sft.data import Conversations, LeftOut, Renderer, too_many_left_out
 from hone.trainer.sft.data_sources import Source
 
 SURVEYED_ROWS = 20_000  # of more, so many are drawn: looking at all of them would take minutes
@@ -19,7 +19,7 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
 
     Raises ValueError where more than `data.max_left_out` of them are.
     """
-    left, samples, tokens, lost = Left(), 0, 0, 0
+    left, samples, tokens, lost = LeftOut(), 0, 0, 0
     rows = _choose_surveyed(data.count)
     for i in rows:
         found = data.render_row(i)
