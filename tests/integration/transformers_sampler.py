@@ -24,7 +24,7 @@ from hone.transport.transports import make_receiver
 
 
 class TransformersSampler(Sampler):
-    context = vocabulary = None
+    max_context = vocab_size = None
     is_paused = ends = False
     version = completions = 0
 
