@@ -8,7 +8,7 @@
 
 Qwen3-0.6B's shape, random weights, random tokens, bf16 with AdamW. `rl`: a step on 128 sequences with 256 targets each.
 `sft`: a step on documents of 512 to 2,048 tokens, 65,536 in all. Every token is a target. `groups`: 128 sequences in
-groups of SIZE with a prompt in common, which is computed once, or with `repeated` once a sequence.
+groups of SIZE with a prompt in common, which is computed once, or with `check_repeated_rewards` once a sequence.
 """
 
 import json

@@ -1,6 +1,6 @@
 """What this process may use of the machine (cores, the processor's vectors) and how slow it is.
 
-`prepare` comes before torch and numba are imported, since their threads and instruction sets are chosen then.
+`prepare_environment` runs before torch and numba are imported, since their threads and instruction sets are chosen then.
 """
 
 import contextlib
@@ -193,7 +193,7 @@ class Neighbours(threading.Thread):
 
     @classmethod
     def start_watching(cls) -> None:
-        """Starts it, unless how threads wait is settled: by the user, or by `prepare` where it would have no effect."""
+        """Starts it, unless how threads wait is settled: by the user, or by `prepare_environment` where it would have no effect."""
         if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
             cls().start()
 

@@ -111,7 +111,7 @@ class RunDirectory:
     ) -> None:
         """Makes the directory this run's, which will write weights at `weight_steps`.
 
-        Raises ValueError like `check`, before anything is changed.
+        Raises ValueError like `check_claim`, before anything is changed.
         """
         self.check_claim(clean=clean, resume=resume, weight_steps=weight_steps)
         if self.earlier_run() and not resume:

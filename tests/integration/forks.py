@@ -45,7 +45,15 @@ HEAVY = (
     "torch.distributed.checkpoint.state_dict_loader",
     "torch.distributed.checkpoint.filesystem",
 )
-CPU_KERNELS = ("attention", "decode", "layers", "logprobs", "orthogonal", "products", "rows")
+CPU_KERNELS = (
+    "attention",
+    "decode",
+    "logprobs",
+    "orthogonal",
+    "products",
+    "row_kernels",
+    "whole_model",
+)
 CAN_FORK = hasattr(os, "fork") and sys.platform == "linux"
 # Variables that are read when a process or a library starts, by their beginnings: a template has them as its commands
 # do. What a command reads later is in the environment that it is given.
@@ -338,14 +346,12 @@ def main():
     start = time.perf_counter()
     for name in HEAVY:
         importlib.import_module(name)
-    if importlib.import_module(
-        "hone.kernels.cpu"
-    ).IS_AVAILABLE:  # modules alone: threads would not outlive the fork
+    # Only modules are imported here: threads would not survive the fork.
+    if importlib.import_module("hone.kernels.cpu").IS_AVAILABLE:
         for name in CPU_KERNELS:
             importlib.import_module(f"hone.kernels.cpu.{name}")
-    took = (
-        time.perf_counter() - start
-    )  # by which each command takes the machine to be slow, as it would by itself
+    # Each command measures how slow the machine is by its imports, as it would in a process of its own.
+    took = time.perf_counter() - start
     os.register_at_fork(after_in_child=lambda: setattr(cli, "STARTED", time.perf_counter() - took))
     serve_requests(listening)
 

@@ -46,7 +46,7 @@ def redact_secrets(value: Any) -> Any:
 
 
 def collect_secrets(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Return what `redact` takes out, and where it was."""
+    """Return what `redact_secrets` takes out, and where it was."""
     if isinstance(value, dict):
         found: list[tuple[Path, Any]] = []
         for key, one in value.items():

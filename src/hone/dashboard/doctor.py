@@ -53,7 +53,7 @@ class DoctorReport:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """`steps`: of each step averages of its rollouts (`Index.steps`)."""
+    """`steps`: of each step averages of its rollouts (`Index.step_means`)."""
 
     series: Series
     steps: list[dict[str, Any]]

@@ -48,7 +48,7 @@ def cache_directory() -> Path:
 
 
 class Index:
-    """Of one run. `update` is for one thread at a time; readers have connections of their own."""
+    """Of one run. `update_index` is for one thread at a time; readers have connections of their own."""
 
     def __init__(self, root: Path, run: Run, place: Path | None = None) -> None:
         self.root, self.run = root, run

@@ -61,7 +61,7 @@ def cpu_gib() -> float:
 def plan_gpu_cache(
     config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
 ) -> Room:
-    """`room` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
+    """`plan_cache` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
     gib = config.kv_cache_gib
     if gib is None:
         gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30

@@ -38,7 +38,7 @@ class Decoder:
         self.stays_on_device = model.stays_on_device
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
-        """How many steps `step` takes in one call."""
+        """How many steps `decode_step` takes in one call."""
         return (
             PACKED_STEPS
             if self.packed is not None and not has_adapters and kind == TokenSampler.PLAIN

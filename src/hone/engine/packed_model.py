@@ -39,7 +39,7 @@ class Quickest:
         self._calls, self._best = 0, 0
 
     def choose_way(self) -> int:
-        """The way to go now; `took` is to be told of it."""
+        """The way to go now; `record_time` is to be told of it."""
         return self._trial[self._calls] if self._calls < len(self._trial) else self._best
 
     def record_time(self, seconds: float) -> None:

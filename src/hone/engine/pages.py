@@ -3,7 +3,7 @@
 A page holds the keys and values of PAGE tokens in a row. Full pages of prompts and of what followed them are remembered
 by their tokens and the page before them, so that a request that starts with the same tokens shares them. Pages that no
 sequence uses are kept until room is needed; the longest unused go first. Pages of one adapter are never shared with
-another, and none are shared across versions of the weights (`forget`).
+another, and none are shared across versions of the weights (`forget_prefixes`).
 """
 
 from collections import OrderedDict

@@ -259,7 +259,7 @@ class TokenSampler:
     def sample_hidden(
         self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool
     ) -> None:
-        """`sample` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
+        """`sample_tokens` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
         from hone.kernels.gpu import sampling
 
         slots = self.slots

@@ -52,7 +52,7 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
 def capture_graphs(engine: Engine) -> None:
     """Graphs of plain requests, which stand in for smaller numbers, so that few of the first requests wait for one.
 
-    Call it after `rehearse`, when kernels have been compiled. Does nothing without a GPU's kernels.
+    Call it after `compile_kernels`, when kernels have been compiled. Does nothing without a GPU's kernels.
     """
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):

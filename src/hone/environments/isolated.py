@@ -269,7 +269,7 @@ class WorkerProcess:
 
     def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: `_read` says so
+            with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: `_read_messages` says so
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:

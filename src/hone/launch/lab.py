@@ -117,7 +117,7 @@ def check_project(file: Path) -> None:
 
 
 def prepare(place: Path | None = None) -> None:
-    """Writes environments/ and models/ as `setup` does, and makes the environments importable here; for notebooks."""
+    """Writes environments/ and models/ as `setup_workspace` does, and makes the environments importable here; for notebooks."""
     place = place or Path.cwd()
     write_templates(dict(list_templates(["models"])), place)
     for name in SIX:

@@ -190,7 +190,7 @@ def seed_dropout(model: Transformer, *numbers: int) -> None:
 
 class Merged:
     """What samplers read of a model that is being trained: without adapters the model itself. Else `model` is a plain
-    one that shares all weights but those that adapters change, which are the sums of both as of the last `follow`."""
+    one that shares all weights but those that adapters change, which are the sums of both as of the last `follow_step`."""
 
     def __init__(self, trained: Transformer) -> None:
         self.trained, self.model = trained, trained

@@ -72,7 +72,7 @@ class Linear(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that is computed is W x + b, or W x + b + B A x with the `factors` A and B."""
+        """Whether all that is computed is W x + b, or W x + b + B A x with the `added_factors` A and B."""
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -135,7 +135,7 @@ class RMSNorm(nn.Module):
         return total_TD, linear(normed_TD)
 
     def fused_before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
-        """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.onto`)."""
+        """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.project_onto`)."""
         is_elsewhere = hasattr(
             self.weight, "to_local"
         )  # ranks share it, and bring it together for its own block alone
@@ -174,7 +174,7 @@ class MLP(nn.Module):
     def norm_and_apply(
         self, norm: RMSNorm, x_TD: Tensor, delta: Pending, following: RMSNorm | None = None
     ) -> tuple[Tensor, Pending]:
-        """x + delta, and what comes of its norm, as `Linear.onto` returns it before the norm that follows."""
+        """x + delta, and what comes of its norm, as `Linear.project_onto` returns it before the norm that follows."""
         weights = (self.gate_up.weight, self.gate_up.bias)
         if isinstance(delta, gpu.Scaled):
             return self.down.project_onto(
@@ -306,7 +306,7 @@ class Block(nn.Module):
         return self.mlp.norm_and_apply(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
-        """Whether `compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
+        """Whether `forward_compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
         kept_TD = (
             x_TD if keep_N is None else x_TD[: len(keep_N)]
         )  # as many rows as go through the other linears
@@ -353,7 +353,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model of any family. `forward` gives hidden states, `logits` their logits.
+    """A causal language model of any family. `forward` gives hidden states, `compute_logits` their logits.
 
     Weights are uninitialised until they are loaded (`models/hf.py`) or drawn (`init_weights`).
     """

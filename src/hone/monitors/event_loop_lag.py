@@ -10,7 +10,7 @@ LOOK, ALARM = 0.02, 1.0  # seconds between looks; a lag that is worth a word
 
 
 class Lag:
-    """`watch` measures the lag in a background task; `take` returns the metrics since its last call."""
+    """`watch_loop` measures the lag in a background task; `take_metrics` returns the metrics since its last call."""
 
     def __init__(self, log: logging.Logger) -> None:
         self.log = log

@@ -23,7 +23,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Use as a context manager; `log(step, values)` appends a line."""
+    """Use as a context manager; `log_metrics(step, values)` appends a line."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

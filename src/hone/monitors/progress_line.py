@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Live:
-    """Use as `with`. `begin` says how many steps there are, `doing` what a step is at, `step` that one is done."""
+    """Use as `with`. `start_run` says how many steps there are, `doing` what a step is at, `show_step` that one is done."""
 
     def __init__(self, name: str, is_on: bool = True) -> None:
         from rich.console import Console

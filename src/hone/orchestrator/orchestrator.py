@@ -57,7 +57,7 @@ class _UnderWay:
 
 
 class Orchestrator:
-    """`adopted` says which version of the weights is served from now on; `collect` gathers one step after the other."""
+    """`on_adopted` says which version of the weights is served from now on; `collect_step` gathers one step after the other."""
 
     def __init__(
         self,

@@ -265,7 +265,7 @@ class Tokenizer:
         """Return the ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask).
 
         More than one pair where the template writes earlier turns differently once the conversation goes on
-        (`ChatTemplate.mark`). A token belongs to whoever wrote the character that it begins with.
+        (`ChatTemplate.mark_messages`). A token belongs to whoever wrote the character that it begins with.
         """
         found = []
         for marked in self.require_template().mark_messages(

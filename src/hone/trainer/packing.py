@@ -78,7 +78,7 @@ class Packed:
     def compute_loss(
         self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
     ) -> Tensor:
-        """The sum of `loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
+        """The sum of `compute_loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_loss(
             hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient
@@ -119,7 +119,7 @@ def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
 def pack_shared(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Like `pack`, with the prompt that neighbouring sequences share laid down and computed once.
+    """Like `pack_sequences`, with the prompt that neighbouring sequences share laid down and computed once.
 
     Needs a target in every sequence, not as its first token. Same logits and gradients, in fewer tokens.
     """

@@ -127,7 +127,7 @@ class Watch(Beside):
 
 
 class Wait:
-    """One wait: `check` raises at its deadline, and says every half minute what is waited for."""
+    """One wait: `is_check_due` raises at its deadline, and says every half minute what is waited for."""
 
     def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
         self.what, self.seconds, self.log, self.hint = what, seconds, log, hint

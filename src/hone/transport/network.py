@@ -94,7 +94,7 @@ class Secret:
 
 
 class NetworkSender(Sender):
-    """Listens while it is entered; `send` replaces what servers get who ask."""
+    """Listens while it is entered; `send_version` replaces what servers get who ask."""
 
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log

@@ -43,7 +43,7 @@ class Receivers:
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive`."""
+        """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive_version`."""
         kind = message.get("type", "")
         if kind not in self._kinds:
             self._kinds[kind] = make_receiver(kind)
