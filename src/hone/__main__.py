@@ -1,4 +1,4 @@
-"""`python -m hone COMMAND …` is the `hone` command, where entry points are not installed."""
+"""Run the `hone` command as `python -m hone COMMAND …`, where entry points are not installed."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""The entry points: read the configuration, then hand over. Heavy imports happen after `--help` and `--dry-run`.
+"""Entry points: read the configuration, then run the command. Heavy imports come after `--help`.
 
-sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
-vf-eval                short flags (evals/arguments.py)
-hone                   the same as subcommands
+    sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
+    vf-eval                short flags (evals/arguments.py)
+    hone                   the same as subcommands
 """
 
 import errno
@@ -156,7 +156,7 @@ def _run_command(command: str, argv: list[str]) -> int:
 
 
 def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-def]
-    """What was asked for, what the estimate says is used, and which keys make it less."""
+    """Return the message for an out-of-memory error: request, estimate, and keys that reduce it."""
     from hone.launch.estimate import memory_lines
 
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
@@ -188,7 +188,7 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
 
 
 def _guard_command(command: str, work: Callable[[], int | None]) -> int:
-    """Runs a command; a user's mistake becomes one message and exit code 1, Ctrl-C exit code 130."""
+    """Run a command. Users' mistakes become one message and exit code 1, Ctrl-C exit code 130."""
     from hone.run_directory import UserError
 
     try:
@@ -220,7 +220,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
 
 
 def resume_command(argv: list[str]) -> str:
-    """Return the command line that resumes what this one was, as it was typed."""
+    """Return the command line that resumes this command."""
     program, words = Path(argv[0]), argv[1:]
     start = ["python", "-m", "hone"] if program.name == "__main__.py" else [program.name]
     if "UV_RUN_RECURSION_DEPTH" in os.environ:
@@ -237,7 +237,7 @@ def resume_command(argv: list[str]) -> str:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether that is behind an error. Some libraries say it in words of their own, some wrap it in others."""
+    """Return True if a full disk caused the error; libraries wrap or reword it."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(
             errno.ENOSPC

@@ -1,6 +1,7 @@
-"""Bound what a connection costs before anybody has shown a key: headers, time until they are there, open connections.
+"""Bound the cost of a connection before authentication: headers, header time, open connections.
 
-uvicorn and httptools bound none of it: a header of any length is kept in memory, and joined anew with every part of it.
+uvicorn and httptools bound none of it: a header of any length is kept in memory and joined again
+with every part.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length
 
 
 def raise_open_files() -> int:
-    """Raise this process's limit of open descriptors as far as its user may; return it."""
+    """Raise the soft limit of open descriptors as far as allowed; return it."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -41,7 +42,7 @@ def raise_open_files() -> int:
 
 
 def most_connections() -> int:
-    """Return how many connections a server may have open, as its limit of descriptors allows."""
+    """Return how many connections a server may have open under its descriptor limit."""
     free = (
         raise_open_files()
         - FILES_APART
@@ -51,7 +52,7 @@ def most_connections() -> int:
 
 
 class Waiting:
-    """The connections of a server whose next request is not whole yet, the one that waits longest first."""
+    """A server's connections whose next request is incomplete, the longest waiting first."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -60,7 +61,7 @@ class Waiting:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with limits. Make a class of its own for each server by `bounded_http`."""
+    """uvicorn's protocol with limits. `bounded_http` makes one class per server."""
 
     shared: Waiting
 
@@ -153,11 +154,11 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def bounded_http(most: int | None = None) -> type[BoundedHttp]:
-    """Return a protocol for one server, that has at most so many connections."""
+    """Return a protocol class for one server with at most `most` connections."""
     shared = Waiting(most_connections() if most is None else most)
     return type("BoundedHttp", (BoundedHttp,), {"shared": shared})
 
 
 def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return the settings of a server with these limits."""
+    """Return uvicorn settings with these limits."""
     return uvicorn.Config(app, http=bounded_http(), ws="none", **options)

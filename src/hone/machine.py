@@ -1,6 +1,8 @@
-"""What this process may use of the machine (cores, the processor's vectors) and how slow it is.
+"""Resources of the machine that this process may use (cores, vector instructions), and how slow it
+is.
 
-`prepare_environment` runs before torch and numba are imported, since their threads and instruction sets are chosen then.
+`prepare_environment` runs before torch and numba are imported, since their threads and instruction
+sets are chosen then.
 """
 
 import contextlib
@@ -44,8 +46,10 @@ _TASKS = Path("/proc/self/task")
 
 
 def prepare_environment() -> None:
-    """Sets what torch and numba read from the environment when they are imported, where the user has not; and has
-    Python look for cycles among new objects less often, which costs a busy server 4 % of its time."""
+    """Set variables that torch and numba read on import, unless the user has set them.
+
+    Also makes Python's garbage collector run less often, which costs a busy server 4 % of its time.
+    """
     ensure_home()
     trust_triton_cache()
     young, *older = gc.get_threshold()
@@ -87,7 +91,7 @@ def ensure_home() -> None:
 
 
 def written_by_others(directory: Path) -> str:
-    """Return who else may put files into a directory that code is loaded from; empty where nobody may."""
+    """Return who else can write to a directory that code is loaded from, or ""."""
     try:
         found = directory.stat()
     except OSError:
@@ -103,7 +107,7 @@ def written_by_others(directory: Path) -> str:
 
 
 def trust_triton_cache() -> None:
-    """Have Triton keep its compiled kernels where nobody else can put some: it loads what it finds."""
+    """Point Triton's kernel cache to a directory that only this user can write to."""
     place = os.environ.get("TRITON_CACHE_DIR")
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     if problem := written_by_others(Path(place) if place else home / ".triton" / "cache"):
@@ -112,13 +116,14 @@ def trust_triton_cache() -> None:
 
 
 def keep_to_isa() -> None:
-    """Has torch and numba keep to AVX2 where HONE_CPU_ISA asks for that."""
+    """Restrict torch and numba to AVX2 if HONE_CPU_ISA requests it."""
     if os.environ.get("HONE_CPU_ISA") == "avx2":
         os.environ.update(TO_AVX2)
 
 
 def usable_cores() -> int:
-    """How many threads may compute at once: OMP_NUM_THREADS, or the cores that affinity and cgroup leave."""
+    """Return the number of compute threads: OMP_NUM_THREADS, or the cores of affinity and cgroup.
+    """
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted):
         return int(wanted)
@@ -129,7 +134,7 @@ def usable_cores() -> int:
 
 
 def usable_gpus() -> list[str]:
-    """The GPUs that may be used, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the usable GPUs, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         count = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
@@ -138,7 +143,7 @@ def usable_gpus() -> list[str]:
 
 
 def usable_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that processes here may take together: what the machine has, or the control group allows of it."""
+    """Return the bytes that processes here may use: the machine's, or the control group's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, 1
         try:
@@ -150,7 +155,7 @@ def usable_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def _cpu_quota(root: Path) -> float | None:
-    """Cores' worth of time that the control group may use (version 2, then 1); None without a limit."""
+    """Return the control group's CPU quota in cores (version 2, then 1), None without a limit."""
     try:
         quota, period = (root / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -165,18 +170,24 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _can_switch(threads: int) -> bool:
-    """Whether `Neighbours` has an effect: with those of a spare thread there are more of them than the process may use
-    processors (of which libgomp counts all, whatever a control group leaves of their time)."""
+    """Return True if `Neighbours` works: with a spare thread, threads outnumber the usable
+    processors.
+
+    libgomp counts all processors, whatever time a control group grants.
+    """
     tells = Path("/proc/self/schedstat").exists() and hasattr(os, "sched_getaffinity")
     return tells and 2 * threads - 1 > len(os.sched_getaffinity(0))
 
 
 class Neighbours(threading.Thread):
-    """Has waiting threads sleep while other programs want the cores, and keep looking while there is room.
+    """Make waiting threads sleep while other programs need the cores, and spin otherwise.
 
-    On a machine of its own a thread that looks is there at once; one that sleeps has to be woken, which takes up to
-    milliseconds on a virtual machine, hundreds of times a step. libgomp lets threads look no more than a moment while
-    there are more of them than cores. So a spare thread that has computed once, and then waits, is the switch.
+    On an idle machine a spinning thread continues at once; a sleeping one has to be woken, which
+    takes up to
+    milliseconds on a virtual machine, hundreds of times per step. libgomp stops spinning early
+    while there
+    are more threads than cores. So a spare thread that has computed once, and then waits, is the
+    switch.
     """
 
     EVERY, BUSY, FREE = (
@@ -193,7 +204,7 @@ class Neighbours(threading.Thread):
 
     @classmethod
     def start_watching(cls) -> None:
-        """Starts it, unless how threads wait is settled: by the user, or by `prepare_environment` where it would have no effect."""
+        """Start watching, unless the user or `prepare_environment` has decided how threads wait."""
         if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(os.environ):
             cls().start()
 
@@ -217,7 +228,7 @@ class Neighbours(threading.Thread):
             ).start()
 
     def _thread_times(self) -> tuple[int, int]:
-        """Nanoseconds that threads of this process had a core, and that they wanted one and had none."""
+        """Return nanoseconds that threads of this process ran, and that they waited for a core."""
         computed = waited = 0
         try:
             tasks = os.listdir(_TASKS)
@@ -231,7 +242,7 @@ class Neighbours(threading.Thread):
 
 
 def _is_torch_computing() -> bool:
-    """Whether torch is there, as a whole, with more threads than one."""
+    """Return True if torch is fully imported and uses several threads."""
     torch = sys.modules.get("torch")
     return (
         torch is not None
@@ -248,21 +259,22 @@ def _spare_cores(end: threading.Event) -> None:
 
 
 def started_in(seconds: float) -> None:
-    """Tells how long this process took to import what it needs: where that is long, everything is."""
+    """Report how long imports took, from which the machine's slowness follows."""
     global _slowness
     _slowness = min(max(1.0, seconds / USUAL_START), SLOWEST)
 
 
 def silence_seconds() -> float:
-    """Seconds without a sign of life after which another process is called silent: longer on a slow machine."""
+    """Return the silence after which another process counts as dead, longer on a slow machine."""
     return SILENCE * _slowness
 
 
 @functools.cache
 def instruction_set() -> str:
-    """The instruction set of the CPU's kernels, what the processor has or what HONE_CPU_ISA asks for.
+    """Return the instruction set of the CPU kernels: the processor's, or that of HONE_CPU_ISA.
 
-    avx512, avx2 or neon; none is plain torch. Raises ValueError where HONE_CPU_ISA asks for what is not there.
+    One of avx512, avx2, neon, or none for plain torch. Raises ValueError if HONE_CPU_ISA is not
+    supported.
     """
 
     wanted, possible = os.environ.get("HONE_CPU_ISA"), instruction_sets()
@@ -272,7 +284,7 @@ def instruction_set() -> str:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """The instruction sets that this processor runs, the widest first."""
+    """Return the instruction sets of this processor, the widest first."""
     import torch
 
     if platform.machine().lower() in ("aarch64", "arm64"):

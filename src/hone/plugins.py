@@ -1,4 +1,4 @@
-"""A user's own function: found by import path, and given the keys that it takes."""
+"""Users' functions: resolve an import path, and bind the configured keys."""
 
 import functools
 import inspect
@@ -17,9 +17,9 @@ from hone.users_code import CONTAINED, ExitInUserCode
 
 
 def load_function(path: str, key: str) -> Callable[..., Any]:
-    """The function at `package.module:function`; the module may be a file in the working directory.
+    """Return the function at `package.module:function`; modules may be in the working directory.
 
-    Raises ValueError with the configuration's `key` that names it.
+    Raises ValueError with the configuration `key` that names it.
     """
     if os.getcwd() not in sys.path:  # a console script has its own directory there instead
         sys.path.append(os.getcwd())
@@ -36,9 +36,9 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 
 def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> Callable[..., Any]:
-    """The function with its keyword-only parameters set to what is given, each checked by its annotation.
+    """Bind keyword-only parameters to the given values, validated by their annotations.
 
-    Raises ValueError that names the key under `key`, what was found and what is accepted.
+    Raises ValueError that names the key below `key`, what was found and what is accepted.
     """
     types = typing.get_type_hints(function)
     fields: dict[str, Any] = {

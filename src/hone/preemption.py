@@ -1,9 +1,10 @@
-"""End early: SIGUSR1 or Ctrl-C asks a run to end at its next step, with a checkpoint that `--resume` goes on from.
+"""Preemption: SIGUSR1 or Ctrl-C asks a run to checkpoint at its next step and exit, to be resumed.
 
-A scheduler sends SIGUSR1 before it takes the machine away; the exit code says that the run can be resumed. Ctrl-C does
-the same once steps are taken, a second one ends the run at once.
+A scheduler sends SIGUSR1 before it takes the machine away; the exit code says that the run can be
+resumed. Ctrl-C does
+the same once steps have begun; a second one ends the run at once.
 
-End with a parent: what a command has started ends when the command has.
+Also here: processes that a command has started end with it.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ _asked, _interrupts, _takes_steps = False, 0, False
 
 
 class Preempted(Exception):
-    """The run has ended since it was asked to, in words; `can_resume`: with a checkpoint."""
+    """The run stopped on request; `can_resume`: it has a checkpoint."""
 
     def __init__(self, message: str, can_resume: bool = True) -> None:
         super().__init__(message)
@@ -30,13 +31,13 @@ class Preempted(Exception):
 
 
 def listen_for_signals() -> None:
-    """From now on the signal is taken note of, which would otherwise end the process. Call on the main thread."""
+    """Record SIGUSR1, which would otherwise end the process. Call on the main thread."""
     signal.signal(signal.SIGUSR1, _request_leave)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
 
 
 def listen_to_ctrl_c() -> None:
-    """From now on the first Ctrl-C asks a run that takes steps to end. Call on the main thread."""
+    """Let the first Ctrl-C stop a run after its step. Call on the main thread."""
     if (
         signal.getsignal(signal.SIGINT) is signal.default_int_handler
     ):  # not in a job that ignores it
@@ -44,7 +45,7 @@ def listen_to_ctrl_c() -> None:
 
 
 def steps_begin() -> None:
-    """Note that there is something to save from now on; before, Ctrl-C ends a command at once."""
+    """Note that there is progress to save from now on; before, Ctrl-C ends a command at once."""
     global _takes_steps
     _takes_steps = True
 
@@ -57,7 +58,9 @@ def ignore_from_now_on() -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Processes that are started in this block get the signal once they listen, also where it comes before."""
+    """Context manager: processes started inside receive the signal once they listen, even if it
+    comes earlier.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:
         yield
@@ -93,7 +96,8 @@ def _on_interrupt(*_: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """A component ends when its launcher is gone, however that went. HONE_PARENT_PID may be an ancestor further up."""
+    """End this process when its launcher, HONE_PARENT_PID, is gone; it may be an indirect ancestor.
+    """
     parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
     if not parent:
         return

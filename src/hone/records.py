@@ -1,4 +1,4 @@
-"""The nouns: records that travel from room to room. Made once, handed on, never copied field by field.
+"""Records that packages exchange. Made once and passed on, never copied field by field.
 
 Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample ─► Batch ─► trainer
                               ▲
@@ -23,7 +23,7 @@ Tool = dict[
 
 
 class Refused(RuntimeError):
-    """A server will not do what it is asked, now or later; `status` is its HTTP status, a 4xx."""
+    """A server refuses a request for good; `status` is its HTTP status, a 4xx."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -31,14 +31,14 @@ class Refused(RuntimeError):
 
 
 class ContextFull(ValueError):
-    """The conversation has no room left in the model's context."""
+    """The conversation leaves no room in the model's context."""
 
 
 @dataclass(frozen=True)
 class Example:
     """One task of an environment. `id` is stable: the same data and arguments give the same ids.
 
-    `answer` is as the data has it: text, a number, a list, an object; empty where there is none.
+    `answer` is as in the data: text, a number, a list, an object; "" if there is none.
     """
 
     id: int
@@ -48,14 +48,14 @@ class Example:
     task: str = ""  # the name of its environment among those of a group
 
     def copy(self) -> "Example":
-        """Return the same example with data of its own, which a rollout may change."""
+        """Return a copy whose data a rollout may change."""
         return Example(
             self.id, copy_data(self.prompt), copy_data(self.answer), copy_data(self.info), self.task
         )
 
 
 def copy_data(value: Any) -> Any:
-    """Return a copy of JSON-like data that shares nothing that can change; a fifth of the time of copy.deepcopy."""
+    """Return a deep copy of JSON-like data, five times faster than copy.deepcopy."""
     kind = type(value)
     if kind is dict:
         return {key: copy_data(one) for key, one in value.items()}
@@ -69,9 +69,9 @@ IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw tokens. Temperature 0 is greedy.
+    """Sampling parameters. Temperature 0 is greedy.
 
-    Tokens are drawn after filters and penalties are applied; logprobs are those of the model without them.
+    Tokens are drawn after filters and penalties; logprobs are those of the model without them.
     """
 
     temperature: float = 1.0
@@ -93,7 +93,7 @@ class Sampling:
 
     @functools.cached_property
     def is_filtered(self) -> bool:
-        """Whether tokens are not drawn from softmax(logits / T), or logprobs are not those of it."""
+        """Return True if draws, or logprobs, differ from softmax(logits / T)."""
         cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
         return cut or self.raw_logprobs or self.min_tokens > 0 or self.is_penalised
 
@@ -109,10 +109,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation that the assistant is to go on with.
+    """A conversation that the assistant continues.
 
-    The first `covered` messages are `before` in tokens, as they went through the model. `template_arguments` reach the
-    chat template, as in {"enable_thinking": False}.
+    The first `covered` messages are `before` as token ids, as the model processed them.
+    `template_arguments` go to the chat template, as in {"enable_thinking": False}.
     """
 
     messages: list[Message]
@@ -123,7 +123,7 @@ class Prompt:
 
 
 def other_seed(seed: int, number: int) -> int:
-    """A seed for draws of their own: those of a later turn, or of what goes on after so many tokens."""
+    """Return a seed for separate draws: those of a later turn, or of a continuation."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest(), "little"
     )
@@ -131,8 +131,12 @@ def other_seed(seed: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """`ends(ids)` is asked of the tokens so far: how many of them to keep and stop, or None to go on. `allows(ids)` is
-    asked of them which tokens may come next: true at those ids, of the whole vocabulary."""
+    """A prompt with sampling parameters.
+
+    `ends(ids)` receives the tokens so far and returns how many to keep and stop, or None to
+    continue.
+    `allows(ids)` returns a mask over the vocabulary of the tokens that may follow.
+    """
 
     prompt_ids: list[int]
     sampling: Sampling
@@ -146,13 +150,16 @@ class GenerateRequest:
 
 @dataclass
 class Completion:
-    """What the engine made of one request.
+    """The engine's result of one request.
 
-    `logprobs[i]` is log-softmax(logits / T) at `ids[i]`, fp32 (T = 1 when greedy or raw); `versions[i]` is the policy
-    version that drew it. `finish_reason`: "stop" (a stop token, kept as the last id, or `ends`), "length", "timeout"
-    or "abort". `alternatives[i]`: the likeliest tokens there and their logprobs, where they were asked for. `routing`:
-    of a mixture of experts, which of them every token of prompt and completion but the last went through in all blocks,
-    as base64 of int16, -1 where that is not known.
+    Attributes:
+        ids: generated token ids, a final stop token included.
+        logprobs: log-softmax(logits / T) at `ids[i]`, fp32 (T = 1 if greedy or raw).
+        versions: policy version that drew `ids[i]`.
+        finish_reason: "stop" (a stop token or `ends`), "length", "timeout" or "abort".
+        alternatives: the likeliest tokens at each position with logprobs, if requested.
+        routing: for a mixture of experts, the experts of every token of prompt and completion but the last,
+            over all blocks, as base64 of int16, -1 where unknown.
     """
 
     ids: list[int]
@@ -163,7 +170,7 @@ class Completion:
     routing: str = ""
 
     def token_range(self, start: int, end: int | None = None) -> "Completion":
-        """The same with these of its tokens alone."""
+        """Return the completion reduced to tokens `start` to `end`."""
         some = slice(start, end)
         alternatives = None if self.alternatives is None else self.alternatives[some]
         ids, logprobs, versions = self.ids[some], self.logprobs[some], self.versions[some]
@@ -172,9 +179,10 @@ class Completion:
 
 @dataclass
 class Turn:
-    """One exchange: the ids that went in, the completion that came out, its text and the tools that it calls.
+    """One exchange: prompt ids, completion, text and tool calls.
 
-    A call is as OpenAI has it: {"id", "type": "function", "function": {"name", "arguments": JSON as a string}}.
+    A call is as in OpenAI's API: {"id", "type": "function", "function": {"name", "arguments": JSON
+    string}}.
     """
 
     prompt_ids: list[int]
@@ -190,7 +198,7 @@ class Turn:
 
 @dataclass
 class Rollout:
-    """One attempt at an example, scored. `error` says why it has no reward to learn from."""
+    """One scored attempt at an example. `error` says why it has no usable reward."""
 
     example: Example
     turns: list[Turn]
@@ -214,8 +222,9 @@ class Rollout:
 
 @dataclass(eq=False)
 class Sample:
-    """A sequence to train on. Arrays are of equal length, and lists are made into arrays; `mask` marks the tokens that
-    the policy drew."""
+    """A training sequence. Arrays have equal length (lists are converted); `mask` marks the
+    policy's tokens.
+    """
 
     ids: "NDArray[np.int64]"
     mask: "NDArray[np.bool_]"
@@ -240,13 +249,15 @@ class Sample:
 
     @property
     def target_count(self) -> int:
-        """Tokens that are trained on: those drawn, but for a first one, which nothing predicts."""
+        """Return the number of trained tokens: generated ones except a first, which nothing
+        predicts.
+        """
         return int(self.mask[1:].sum())
 
 
 @dataclass
 class Batch:
-    """The samples of optimiser step `step` (from 1)."""
+    """The samples of optimizer step `step` (from 1)."""
 
     step: int
     samples: list[Sample]

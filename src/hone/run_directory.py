@@ -1,11 +1,12 @@
-"""The run directory: whose it is, what stands where, and that two runs never mix in it.
+"""Layout, ownership and cleanup of a run directory.
 
     configs/COMMAND.toml  logs/  metrics.jsonl (rl), metrics_sft.jsonl (sft)  rollouts/step_N/  bad_steps/step_N.jsonl
     weights/step_N/  checkpoints/step_N/ (rl), checkpoints_sft/step_N/ (sft)
     (with layout trainer: checkpoint-N/ instead of weights/step_N/, runs/ instead of logs/)
     run_COMMAND.json: what this run wrote, so that --clean removes that and nothing else
 
-`sft` and `rl` may share a directory, one after the other, as the examples do.
+`sft` and `rl` may share a directory, one after the other, as the examples do. Two runs of one
+command never mix.
 """
 
 import contextlib
@@ -47,28 +48,28 @@ class RunDirectory:
         )
 
     def has_weights(self) -> bool:
-        """Whether an earlier run has written weights that are still there."""
+        """Return True if weights of an earlier run are there."""
         return any(self._weights_named(name).exists() for name in self._read_manifest()["weights"])
 
     def _weights_named(self, name: str) -> Path:
-        """Where weights of that name are, whatever layout the run had that wrote them."""
+        """Return the directories of weights of that name in any layout."""
         return (self.path if name.startswith("checkpoint-") else self.path / "weights") / name
 
     def id_on_disk(self) -> str:
-        """Of the run that claimed this directory last; empty if none did."""
+        """Return the id of the run that last claimed this directory, or ""."""
         return str(self._read_manifest().get("run", ""))
 
     def require_own(self) -> None:
-        """Raises ConnectionError when another run has claimed the directory since."""
+        """Raise ConnectionError if another run has claimed the directory since."""
         if self.id_on_disk() != self.id:
             raise ConnectionError(f"another run has taken over {self.path}")
 
     def pulse_file(self, component: str) -> Path:
-        """The file by which a component's process shows that it lives."""
+        """Return the heartbeat file of a component."""
         return self.path / "alive" / component.replace(" ", "_")
 
     def refuse_earlier(self, may_be: bool) -> None:
-        """Raises ValueError when the directory holds an earlier run and that may not be."""
+        """Raise ValueError if the directory holds an earlier run and `may_be` is False."""
         if self.earlier_run() and not may_be:
             raise ValueError(
                 f"{self.path} holds an earlier {self.command} run; choose: --clean (remove that run and start again), "
@@ -78,11 +79,14 @@ class RunDirectory:
     def check_claim(
         self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()
     ) -> None:
-        """Raises ValueError when the directory holds an earlier run and neither `resume` nor `clean` is set (`resume`
-        wins over `clean`), when another run's weights are where this run would write its own, when a run is active in
-        it, and when it cannot be written to.
+        """Check that this run may use the directory; create it and its logs/, and change nothing
+        else.
 
-        Creates the directory and its logs/, and changes nothing else.
+        Raises ValueError if it holds an earlier run and neither `resume` nor `clean` is set
+        (`resume` wins), if
+        another run's weights are where this run would write, if a run is active in it, and if it is
+        not
+        writable.
         """
         own = self._read_manifest()["weights"]
         for step in weight_steps:
@@ -109,7 +113,7 @@ class RunDirectory:
     def claim_run(
         self, *, clean: bool, resume: bool = False, weight_steps: Iterable[int] = ()
     ) -> None:
-        """Makes the directory this run's, which will write weights at `weight_steps`.
+        """Claim the directory for this run, which will write weights at `weight_steps`.
 
         Raises ValueError like `check_claim`, before anything is changed.
         """
@@ -133,11 +137,11 @@ class RunDirectory:
         self._write_manifest(manifest | {"run": self.id})
 
     def note_end(self, step: int) -> None:
-        """Notes that the run is over, after so many steps; until it is claimed again."""
+        """Record that the run ended after `step` steps."""
         self.write_facts(over=step)
 
     def ended_at(self) -> int:
-        """After how many steps the run on disk was over; 0 where it is not."""
+        """Return the step after which the run on disk ended, 0 if it did not."""
         return int(self._read_manifest().get("over", 0))
 
     def write_config(self, toml: str, name: str | None = None) -> Path:
@@ -149,11 +153,11 @@ class RunDirectory:
         return file
 
     def write_facts(self, **about: Any) -> None:
-        """What is known of the run beside its configuration, as the device it is on."""
+        """Record facts beside the configuration, such as the device."""
         self._write_manifest(self._read_manifest() | about)
 
     def keep_tokenizer(self, model: Path) -> None:
-        """For people who look at its tokens later, when the model may be gone."""
+        """Copy the tokenizer, to display tokens when the model is gone."""
         with contextlib.suppress(OSError):
             shutil.copyfile(model / "tokenizer.json", self.configs / "tokenizer.json")
 
@@ -161,7 +165,7 @@ class RunDirectory:
         return self.weights / (f"step_{step}" if self.layout == "hone" else f"checkpoint-{step}")
 
     def weights_for(self, step: int) -> Path:
-        """Where the weights of this step go; the manifest knows them from now on."""
+        """Return the directory for the weights of a step, and record it in the manifest."""
         directory = self.weights_of(step)
         manifest = self._read_manifest()
         if directory.name not in manifest["weights"]:
@@ -192,7 +196,7 @@ class RunDirectory:
 
 @contextlib.contextmanager
 def appearing_directory(directory: Path) -> Iterator[Path]:
-    """An empty directory to fill, which then becomes `directory` at once, in place of what was there."""
+    """Context manager of an empty directory that replaces `directory` atomically at the end."""
     partial = directory.with_name(directory.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -206,7 +210,7 @@ def appearing_directory(directory: Path) -> Iterator[Path]:
 
 
 def rewrite_file(file: Path, text: str, mode: int = 0o666) -> None:
-    """Replace a file by one with this text, at once. `mode`: who may do what with it, less the umask."""
+    """Replace a file atomically by one with this text. `mode`: permissions, less the umask."""
     partial = file.with_suffix(".partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as opened:
@@ -215,7 +219,7 @@ def rewrite_file(file: Path, text: str, mode: int = 0o666) -> None:
 
 
 def steps_in(parent: Path, prefix: str = "step_") -> dict[int, Path]:
-    """Its whole step_N directories, in order; none where there is no such directory."""
+    """Return complete step_N directories by number, in order; empty if `parent` does not exist."""
     return {step: parent / f"{prefix}{step}" for step in _numbers_in(parent, prefix)}
 
 
@@ -231,12 +235,13 @@ def _numbers_in(parent: Path, prefix: str) -> list[int]:
 
 
 class Steps:
-    """The step_N directories in one that is looked at again and again. It is read when it has changed: where there are
-    5,000 that takes 9 ms, and a look 0.01.
+    """The step_N directories of a directory that is polled. It is listed only after changes.
 
-    It is opened for a look, which brings news of a network file system as reading does. A change soon after another
-    may have the same time, so it is read each time until SETTLED seconds after one, and every AGAIN seconds for file
-    systems that note no times, or whole seconds.
+    A listing of 5,000 takes 9 ms, a check 0.01 ms. The directory is opened for a check, which
+    refreshes
+    network file systems. Times may be coarse or missing, so it is listed until SETTLED seconds
+    after a
+    change, and every AGAIN seconds.
     """
 
     SETTLED, AGAIN = 0.05, 1.0
@@ -250,7 +255,7 @@ class Steps:
         )
 
     def list_numbers(self) -> list[int]:
-        """Their numbers, in order."""
+        """Return the step numbers, in order."""
         now, changed = time.monotonic(), self._time_of_change()
         if changed != self._changed:
             self._changed, self._since = changed, now
@@ -273,12 +278,12 @@ class Steps:
 
 
 def checkpoints_in(parent: Path) -> dict[int, Path]:
-    """The weights of a run with the layout trainer, by step, in order."""
+    """Return the weights of a run with layout trainer by step, in order."""
     return steps_in(parent, "checkpoint-")
 
 
 def _is_pulse_changing(pulse: Path) -> bool:
-    """Whether a process shows in this file that it lives. Looks for a second, if the file is there at all."""
+    """Return True if a heartbeat file changes within a second, if it exists."""
     try:
         first = pulse.read_text()
         time.sleep(1.2)

@@ -1,4 +1,4 @@
-"""What `hone env check` tries: rewards of the environment's own answers and of others, their speed and spread."""
+"""Checks of `hone env check`: rewards of the environment's own answers and of other answers."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ SLOW = 0.05  # seconds of scoring, during which everything else waits
 
 
 class FixedAnswer:
-    """A model that always says the same."""
+    """A model that gives the same answer to every prompt."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -50,7 +50,7 @@ class CheckReport:
 
 
 def check_environment(environment: Environment, args: argparse.Namespace) -> int:
-    """1 where something is wrong, else 0."""
+    """Check an environment and print a report. Return 1 if a check failed, else 0."""
     report = CheckReport()
     print(f"{args.env}:")
     check_examples(environment, report)
@@ -136,7 +136,7 @@ async def own_answers(
 async def check_other_answers(
     environment: Environment, chosen: list[Example], own: list[Rollout], report: CheckReport
 ) -> None:
-    """What is said instead: nothing, and the answer to another example."""
+    """Check that an empty answer and the answer to another example earn less."""
     texts = {"an empty answer": ""}
     said = (
         [m for m in own[-1].messages if m["role"] == "assistant" and m.get("content")]

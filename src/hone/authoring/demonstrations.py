@@ -1,4 +1,4 @@
-"""Data for SFT from an environment: conversations in which the model's part is what the environment demonstrates.
+"""Build SFT data from an environment: conversations whose assistant turns it demonstrates.
 
 example ─► environment.rollout(Demonstrator) ─► {"messages": […]}, one line each
                         └─ environment.demonstrate(messages, example, rng)
@@ -15,11 +15,11 @@ from hone.records import Completion, Example, Message, Rollout, Sampling, Tool, 
 
 
 class NotKnown(ValueError):
-    """The environment does not say what a good answer would be."""
+    """Raised for an example for which the environment has no demonstration."""
 
 
 class Demonstrator:
-    """A model that says what the environment would have it say."""
+    """A model that gives the environment's demonstrated answers."""
 
     def __init__(self, environment: Environment, example: Example, seed: int) -> None:
         self.environment, self.example, self.rng = (
@@ -57,7 +57,7 @@ async def demonstrate_rollout(
 async def demonstrated_rows(
     environment: Environment, count: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Rows of SFT data, of the examples to train on in turn."""
+    """Yield `count` rows of SFT data, cycling through the training examples."""
     examples, found = environment.get_dataset(), []
     for i in range(count):
         rollout, tools = await demonstrate_rollout(

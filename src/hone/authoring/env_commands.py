@@ -1,4 +1,4 @@
-"""`hone env …`: make, install, list and check environments; data for SFT and a tiny model to try one with."""
+"""`hone env`: create, install, list and check environments, and make SFT data and tiny models."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""Installing environments beside Hone, or, those of verifiers, in a virtual environment of their own."""
+"""Install environments beside Hone, or in a virtual environment of their own (verifiers)."""
 
 import os
 import shutil
@@ -11,7 +11,10 @@ from hone.environments.protocols.verifiers_v0 import RANGE, isolated_place
 
 
 def install_environment(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
-    """Returns the installer's exit code. Raises ValueError where there is no such folder and the name is none."""
+    """Install an environment and return the installer's exit code.
+
+    Raises ValueError if `env` is neither a folder nor a valid package name.
+    """
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")
     folder = next(

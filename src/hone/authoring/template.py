@@ -1,4 +1,4 @@
-"""A new environment: the letters of a word in alphabetical order, to be replaced by one's own task."""
+"""Template of a new environment, with alphabetical sorting as the task to replace."""
 
 import keyword
 import re
@@ -132,7 +132,7 @@ answer together. After a change run `sft` and `rl` with `--clean`, which removes
 
 
 def write_environment(name: str, place: Path) -> Path:
-    """Raises ValueError for a name that no module can have, or one that is there."""
+    """Write the template. Raises ValueError for an invalid module name or an existing folder."""
     name = name.rpartition("/")[2]
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or keyword.iskeyword(module):

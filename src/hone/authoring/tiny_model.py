@@ -1,7 +1,7 @@
-"""A tiny model to try an environment with on a CPU: a config and a tokenizer of bytes, without weights.
+"""Make a tiny model for trying an environment on a CPU: a config and a byte tokenizer.
 
-What all conversations of the environment have in common (instructions, tags) becomes single tokens, so that prompts are
-short and all that differs between them is seen letter by letter.
+Phrases that all conversations of the environment share (instructions, tags) become single tokens.
+Prompts are short then, and everything that differs is read byte by byte.
 """
 
 import json
@@ -34,7 +34,8 @@ PAIRS = 60  # of conversations that are compared
 
 
 def spoken_text(message: Message) -> str:
-    """A message's text, with its calls as the template writes them, less their tags."""
+    """Return a message's text, with its tool calls as the template writes them, without their tags.
+    """
     calls = [call["function"] for call in message.get("tool_calls") or []]
     written = [
         json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls
@@ -43,7 +44,10 @@ def spoken_text(message: Message) -> str:
 
 
 def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
-    """What many of the conversations, lists of texts, have in common in texts of the same place, longest first."""
+    """Return phrases that many conversations have at the same position, longest first.
+
+    Each conversation is a list of texts.
+    """
     often: set[str] = set()
     for place in range(max(map(len, conversations))):
         found: Counter[str] = Counter()
@@ -64,8 +68,7 @@ def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _clean_part(text: str, start: int, end: int) -> set[str]:
-    """text[start:end] without pieces of words at its ends and without what is short there: that belongs to what
-    differs."""
+    """Return text[start:end] without partial words and short fragments at its ends."""
     whole = text[start:end]
     if text[:start][-1:].isalnum():
         whole = re.sub(r"^\w+", "", whole)
@@ -85,8 +88,10 @@ def write_model(
     hidden: int = 128,
     layers: int = 3,
 ) -> int:
-    """Writes the directory; `conversations` of the environment: the texts of their messages. Returns how many phrases
-    became tokens."""
+    """Write the model directory and return how many phrases became tokens.
+
+    `conversations` holds the message texts of the environment's conversations.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(
         models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[])

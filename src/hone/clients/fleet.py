@@ -1,12 +1,14 @@
-"""Several servers of one policy as one model, which outlives the loss of any of them.
+"""Serve one policy from several servers, and survive the loss of any of them.
 
-chat, chat … of one turn of the event loop ─ same messages, seeds in a row ─► a run ─► queue ─► the least busy server
-a server that is lost, falls silent, or serves older weights than it took ─► its runs to the head of the queue
-                  └─► comes up again ─ revive: the current weights, proven ─► serves again
+    chat, chat … in one turn of the event loop ─ same messages, consecutive seeds ─► a run ─► queue ─► least busy server
+    a server that is lost, silent, or at an older version ─► its runs return to the head of the queue
+                      └─► comes back ─ revive: current weights, verified ─► serves again
 
-A server is sent as many rollouts as it can compute at once and a small reserve; the rest waits in the queue here, from
-where it can go to any server, evaluations first. The fleet polls the tokens generated so far: a run that has to be sent
-again continues from them, or, where results must repeat to the bit, starts over from its prompt.
+A server gets as many rollouts as it can compute at once and a small reserve. The rest waits in this
+queue and can
+go to any server, evaluations first. The fleet polls the tokens generated so far: a run that has to
+be sent again
+continues from them, or, where results must repeat to the bit, starts over from its prompt.
 """
 
 import asyncio
@@ -38,7 +40,7 @@ class _Asked(NamedTuple):
 
 @dataclass(order=True)
 class _Run:
-    """Rollouts of one prompt with seeds in a row, asked for together."""
+    """Rollouts of one prompt with consecutive seeds, requested together."""
 
     place: tuple[int, int]  # in the queue: urgent or not, then in the order of arrival
     prompt: Prompt = field(compare=False)
@@ -71,7 +73,7 @@ class Server:
         return self.is_up and (self.busy + count <= self.limit or not self.busy)
 
     async def unless_lost(self, work: Coroutine[Any, Any, T]) -> T:
-        """What it answers. Raises ServerLost when it is lost meanwhile."""
+        """Await `work`. Raises ServerLost if the server is lost meanwhile."""
         task = asyncio.ensure_future(work)
         self._at_work.add(task)
         try:
@@ -90,8 +92,12 @@ class Server:
             task.cancel()
 
     def update_progress(self, state: dict[str, Any]) -> None:
-        """Takes what /progress says: how busy it is, and what was written since. What waits for its turn and would have
-        room does not count: a server that has only begun to read a step's requests is not full."""
+        """Read an answer of /progress: the server's load and the tokens generated since.
+
+        Waiting requests that would have room are not counted: a server that has only begun to read
+        a
+        step's requests is not full.
+        """
         running, reserve = state["running"], max(RESERVE, state["running"] // 8)
         if state["without_room"] > reserve:
             self.limit = running + reserve
@@ -111,9 +117,11 @@ class Server:
 
 
 class Fleet:
-    """`revive` gives a server that came up again the current weights, and says which version they are.
+    """Send requests to the servers of one policy.
 
-    `goes_on`: whether a run that is asked again goes on from what is known of it.
+    Args:
+        revive: loads the current weights into a server that came back, and returns their version.
+        goes_on: True if a run that is sent again continues from the tokens that are known.
     """
 
     def __init__(
@@ -149,7 +157,7 @@ class Fleet:
         return await asked.future
 
     def report_lost(self, server: Server, why: str) -> None:
-        """Nothing is asked of it until it has come up again and proven that it has the current weights."""
+        """Stop using a server until it is up again and has verified weights."""
         if server.is_up:
             server.mark_lost(why)
             self.log.warning(
@@ -160,8 +168,8 @@ class Fleet:
             self._start_task(self._revive_server(server, why))
 
     async def watch_servers(self) -> None:
-        """Loses servers that do not answer any more: a process that was stopped, a machine that went away. Hears how
-        busy the others are."""
+        """Poll the servers: detect those that no longer answer, and update the load of the others.
+        """
         await asyncio.gather(
             self._for_each_server(self._is_there), self._for_each_server(self._poll_progress)
         )
@@ -177,7 +185,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------ requests
 
     def _send_pending(self) -> None:
-        """Makes runs of what was asked for in this turn of the event loop."""
+        """Group the requests made in this turn of the event loop into runs and queue them."""
         asked, self._asked = self._asked, {}
         for same in asked.values():
             same.sort(key=lambda one: one.sampling.seed)
@@ -316,14 +324,14 @@ class Fleet:
 
 
 def _fail_waiters(run: _Run, error: BaseException | None) -> None:
-    """Tells each that waits for it."""
+    """Set the error on every future that waits for this run."""
     for future in run.futures:
         if not future.done():
             future.set_exception(error or ConnectionError("no server is left"))
 
 
 class Urgent:
-    """The same model, for those who are served before the others."""
+    """The same fleet, with priority over its other requests."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -1,4 +1,4 @@
-"""The client of an OpenAI-compatible server: the model as environments see it, over HTTP."""
+"""Client of an OpenAI-compatible server, with the interface that environments use."""
 
 import asyncio
 import importlib.util
@@ -33,13 +33,14 @@ FULL_IN_WORDS = (
 
 
 class ServerLost(ConnectionError):
-    """No answer: the server is gone, or does not answer in time."""
+    """The server is gone or did not answer in time."""
 
 
 class HttpClient:
-    """Use as `async with HttpClient(…) as client`. `extra_body` goes into every request as it is.
+    """Client of one server. Use as `async with HttpClient(…) as client`.
 
-    With `is_hone` logprobs are asked for as plain numbers, a tenth of the work on both sides.
+    `extra_body` is added to every request. With `is_hone`, logprobs are requested as plain numbers,
+    which costs both sides a tenth of the work.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class HttpClient:
         await self.http.aclose()
 
     async def check_key(self) -> None:
-        """Raises ValueError, with what to do, if the server refuses the key or wants one."""
+        """Raise ValueError, with what to do, if the server refuses the key or requires one."""
         try:
             await self.call_control("version")
         except RuntimeError as error:
@@ -99,11 +100,13 @@ class HttpClient:
                 )
 
     async def wait_until_up(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> httpx.Response:
-        """Return the server's answer on /models; wait for a server on this machine while it listens or starts.
+        """Return the server's answer on /models. Wait while a local server listens or starts.
 
-        A server on this machine may be loading its model, or not have got that far. It is waited for until there was
-        no sign of it for `no_sign_seconds`; after NOTICE_SECONDS standard error says so. Servers elsewhere are asked
-        once. Raises ConnectionError.
+        A server on this machine may still be loading its model, or may not listen yet: it is
+        awaited until
+        there was no sign of it for `no_sign_seconds`, and after NOTICE_SECONDS standard error says
+        so. Servers
+        elsewhere are asked once. Raises ConnectionError.
         """
         url = httpx.URL(self.base_url)
         is_here, port = url.host in LOOPBACK, url.port or 80
@@ -132,8 +135,12 @@ class HttpClient:
         return f"no server answers at {self.base_url} ({kind}); start one with: {command}"
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
-        """One completion. Raises RuntimeError with the words of a refusal, ContextFull where the conversation leaves no
-        room, ConnectionError when the server is gone."""
+        """Request one completion.
+
+        Raises RuntimeError with the message of a refusal, ContextFull if the conversation leaves no
+        room,
+        ConnectionError if the server is gone.
+        """
         return (await self.chat_group(prompt, sampling, 1))[0]
 
     async def chat_group(
@@ -144,10 +151,11 @@ class HttpClient:
         name: str = "",
         so_far: list[Completion] | None = None,
     ) -> list[Turn]:
-        """Several completions of one prompt, drawn with the seeds from `sampling.seed` on.
+        """Request `count` completions of one prompt, with consecutive seeds from `sampling.seed`.
 
-        A Hone server says under `name` how far they are, and goes on from what is written `so_far`. A request with a
-        name is made once: what its name stands for must not change.
+        A Hone server reports progress under `name` and continues from the tokens in `so_far`. A
+        named
+        request is encoded once, so its content must not change.
         """
         body = {
             "model": self.model,
@@ -179,7 +187,7 @@ class HttpClient:
     async def call_control(
         self, route: str, body: dict[str, Any] | None = None, timeout: float = 600.0
     ) -> dict[str, Any]:
-        """Calls a control route of a Hone server: GET without a body, POST with one."""
+        """Call a control route of a Hone server: GET without a body, POST with one."""
         url = f"{self.base_url.removesuffix('/v1')}/{route}"
         if body is not None:
             return await self._post_json(url, body, timeout, self.retries)
@@ -192,11 +200,11 @@ class HttpClient:
         return _json_of(answer)
 
     async def is_up(self, timeout: float = 5.0) -> bool:
-        """Whether the server answers on /health within some seconds."""
+        """Return True if the server answers on /health within `timeout` seconds."""
         return not await self.why_down(timeout)
 
     async def why_down(self, timeout: float) -> str:
-        """Why it does not answer on /health: it is gone, which shows at once, or silent; "" where it does."""
+        """Return why /health is not answered (gone or silent), "" if it is answered."""
         try:
             answer = await self.http.get(
                 f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout
@@ -247,7 +255,9 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _refusal_error(url: str, answer: httpx.Response) -> Exception:
-    """What an answer other than 200 means: ContextFull, Refused, or RuntimeError where asking again may help."""
+    """Return the error for a status other than 200: ContextFull, Refused, or a retryable
+    RuntimeError.
+    """
     said, status = answer.text[:500], answer.status_code
     if status == 400 and (_error_code(answer) == FULL or FULL_IN_WORDS in said):
         return ContextFull(said)
@@ -258,7 +268,7 @@ def _refusal_error(url: str, answer: httpx.Response) -> Exception:
 
 
 def _error_code(answer: httpx.Response) -> Any:
-    """Of an error in OpenAI's form."""
+    """Return the code of an error in OpenAI's format."""
     try:
         error = answer.json().get("error")
     except (ValueError, AttributeError):
@@ -267,7 +277,7 @@ def _error_code(answer: httpx.Response) -> Any:
 
 
 def _encode_partial(one: Completion) -> dict[str, Any]:
-    """What a server goes on from."""
+    """Return the JSON of a partial completion that a server continues from."""
     return {"ids": one.ids, "logprobs": one.logprobs, "versions": one.versions}
 
 
@@ -276,7 +286,8 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
-    """The keys of a request that say how to draw: those every server knows, and of the rest what is not the default."""
+    """Return the sampling fields of a request: the standard ones, and others that are not defaults.
+    """
     given = asdict(sampling)
     always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
     given["logit_bias"], default["logit_bias"] = dict(sampling.logit_bias), {}
@@ -299,7 +310,8 @@ def serve_command(model: str) -> str:
 
 
 def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
-    """A client for every server of a configuration. Raises ValueError when the variable of the key is not set."""
+    """Return a client for each configured server. Raises ValueError if the key variable is not set.
+    """
     key = None
     if config.api_key_var:
         key = os.environ.get(config.api_key_var, "").strip()
@@ -315,7 +327,7 @@ def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[Ht
 
 
 def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
-    """The quicker one where it serves; None stands for httpx's own."""
+    """Return the faster transport if it can serve this URL, else None for httpx's own."""
     if importlib.util.find_spec("httptools") is None:
         return None
     from hone.clients.http_connection import Wire, is_direct
@@ -324,7 +336,8 @@ def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
 
 
 def _describe_error(error: httpx.HTTPError) -> str:
-    """What went wrong; of a request that could not be sent only the kind, since its words show headers and the key."""
+    """Return a message for an error; a request error only by type, since its text may hold the key.
+    """
     name = type(error).__name__
     return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"
 

@@ -1,9 +1,10 @@
-"""Requests over connections that are kept, answers in one piece: HTTP/1.1 as httpx speaks it, at a quarter of its cost.
+"""HTTP/1.1 transport for httpx with kept connections, at a quarter of the cost of httpx's own.
 
     httpx.AsyncClient(transport=Wire())      headers, JSON and errors stay those of httpx
 
-Answers are read by httptools, as Hone's server reads requests. The read timeout is that of the whole answer. Proxies
-are not used (`is_direct` says where none is), and HEAD requests, whose answers have no body, are refused.
+httptools parses answers, which are read in one piece. The read timeout covers the whole answer.
+Proxies are not
+supported (`is_direct` says where none applies), and HEAD requests are refused.
 """
 
 import asyncio
@@ -29,16 +30,17 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 
 def is_direct(url: str) -> bool:
-    """Whether requests go to the server itself. Proxies of the environment are not for servers on this machine."""
+    """Return True if requests reach the server without a proxy; local servers never use one."""
     parts = httpx.URL(url)
     proxies = set(urllib.request.getproxies()) - {"no"}
     return parts.host in LOOPBACK or not proxies or bool(urllib.request.proxy_bypass(parts.host))
 
 
 class Wire(httpx.AsyncBaseTransport):
-    """Raises what httpx's own transport raises: ConnectError, ConnectTimeout, ReadTimeout, RemoteProtocolError.
+    """An httpx transport. Raises ConnectError, ConnectTimeout, ReadTimeout and RemoteProtocolError
+    as httpx does.
 
-    A request that is cancelled ends its connection, so that the server knows.
+    Cancelling a request closes its connection, which tells the server.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Wire(httpx.AsyncBaseTransport):
         self._kept.clear()
 
     def _take_connection(self, place: Place) -> "_Connection | None":
-        """The one that was used last; those that were not used for long are closed."""
+        """Return the most recently used idle connection; close those idle for long."""
         kept = self._kept[place]
         while kept and kept[0][0] < time.monotonic() - IDLE:
             kept.pop(0)[1].close()
@@ -123,7 +125,7 @@ def _encode_request(request: httpx.Request, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time; `is_open`: whether it may take another one."""
+    """A connection with one request at a time. `is_open` says if it may take another."""
 
     is_open = _has_head = False
     _answer: asyncio.Future[Answer] | None = None
@@ -144,11 +146,11 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _pending_answer(self) -> asyncio.Future[Answer] | None:
-        """The answer that somebody waits for."""
+        """Return the future of the answer that is awaited."""
         return None if self._answer is None or self._answer.done() else self._answer
 
     def has_ended(self) -> bool:
-        """Whether it is closed, or something has come that nobody asked for: the other side's end, as a rule."""
+        """Return True if the connection is closed or received unexpected data."""
         if not self.is_open or self._transport.is_closing():
             return True
         news = select.poll()

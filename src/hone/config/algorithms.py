@@ -1,4 +1,4 @@
-"""Algorithms by name: what the keys of `rl` are where they are not given. Imports no torch."""
+"""Named algorithms: defaults for keys of `rl` that are not given. Imports no torch."""
 
 from typing import Any, Literal
 
@@ -56,9 +56,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
-    """Values as given on top of those of their algorithm. A loss of another type takes none of its loss.
+    """Merge given values over the defaults of their algorithm, and return them.
 
-    The algorithm of an environment gives the trainer a loss for it.
+    If another loss type is given, none of the algorithm's loss keys apply. The algorithm of an
+    environment sets the trainer's loss for that environment.
     """
     defaults = _preset_of(values.get("algorithm"))
     given = ((values.get("trainer") or {}).get("loss") or {}).get("type")
@@ -76,7 +77,10 @@ def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_its_algorithm(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Values of a component that runs by itself ("trainer", "orchestrator"), on top of those of its `algorithm`."""
+    """Merge a separate component's values over its `algorithm`'s defaults.
+
+    `section` is "trainer" or "orchestrator".
+    """
     whole: dict[str, Any] = with_algorithms({"algorithm": values.get("algorithm"), section: values})
     return whole[section]
 

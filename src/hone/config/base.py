@@ -1,11 +1,12 @@
-"""How a configuration is read: defaults < TOML files < command line, into one typed model.
+"""Read a configuration: defaults < TOML files < command line, into one typed model.
 
     argv ─ `@ file.toml`, `--a.b-c value` ─► nested dict ─ Config.model_validate ─► typed model
                                                   └─ any mistake ─► ConfigError: key, file, found, accepted, nearest
 
-pydantic gives types, bounds and validation. Written here, because neither pydantic-settings nor
-pydantic-config has it: files given as `@ file.toml` for the whole or for one component, messages that name
-the file of a bad key and the nearest good one, and a `--help` made from the types.
+pydantic provides types, bounds and validation. pydantic-config also reads `@ file.toml`. This
+reader adds messages
+that name a bad key's file and the nearest valid key, `--help` made from the types, and a start
+without heavy imports.
 """
 
 import difflib
@@ -32,11 +33,11 @@ COMMAND_LINE = "the command line"
 
 
 class ConfigError(ValueError):
-    """A mistake in the configuration, in words for the person who typed it."""
+    """A mistake in the configuration, with a message for the user."""
 
 
 def expand_home(value: Any) -> Any:
-    """Return a path, a text that begins with `~/`, or a list of them, with the home directory in place of `~`."""
+    """Expand a leading `~/` in a path, a string, or a list of them."""
     if isinstance(value, list):
         return [expand_home(one) for one in value]
     is_text = isinstance(value, str) and (value == "~" or value.startswith("~/"))
@@ -52,7 +53,9 @@ def expand_home(value: Any) -> Any:
 
 
 class Config(BaseModel):
-    """Base of every configuration section: unknown keys are errors, the docstring under a key documents it."""
+    """Base of every configuration section. Unknown keys are errors; the docstring below a key
+    documents it.
+    """
 
     MEMORY_KEYS: ClassVar[str] = (
         "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, optim.state_dtype, "
@@ -64,32 +67,34 @@ class Config(BaseModel):
     @field_validator("*", mode="after", check_fields=False)
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """Replace the `~` that a path begins with, which no shell has done for a value of a file."""
+        """Expand a leading `~` of paths, since values of files pass through no shell."""
         return expand_home(value)
 
     def to_public_dict(self) -> dict[str, Any]:
-        """The values as plain data, without secrets: what may be written down."""
+        """Return the values as plain data without secrets, safe to write down."""
         redacted: dict[str, Any] = redact_secrets(self.model_dump(mode="json"))
         return redacted
 
     def resolve_config(self) -> "Config":
-        """The configuration that it stands for; most stand for themselves. Raises ConfigError."""
+        """Return the configuration to run, by default this one. Raises ConfigError."""
         return self
 
     @classmethod
     def prepare_values(
         cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
     ) -> dict[str, Any]:
-        """What was read, before it is validated; `files_for` names the keys that were given files of their own."""
+        """Adjust the values read, before validation. `files_for` names keys that have files of
+        their own.
+        """
         return values
 
 
 def find_differences(
     before: dict[str, Any], now: Config, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Keys, with dots, that are not free to change and differ: their value in a configuration written down, and now.
+    """Return (key, before, now) for values that differ and may not change between runs.
 
-    A key that one of them does not know, being of another version of Hone, is passed over.
+    Keys that only one side knows, from another version of Hone, are skipped.
     """
     public = now.to_public_dict()
     for key, field in type(now).model_fields.items():
@@ -116,7 +121,7 @@ def _find_differences(
 
 
 def load_config(cls: type[C], argv: list[str]) -> C:
-    """The configuration of a command from its arguments. Raises ConfigError."""
+    """Read a command's configuration from its arguments. Raises ConfigError."""
     values, origins = parse_argv(argv, users_keys(cls))
     restore_secrets(values)
     files_for = {
@@ -130,7 +135,8 @@ def load_config(cls: type[C], argv: list[str]) -> C:
 def validate_values(
     cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None
 ) -> C:
-    """Raises ConfigError. `origins`: where a dotted key's value came from."""
+    """Validate values. Raises ConfigError. `origins` maps dotted keys to the source of their value.
+    """
     try:
         return cls.model_validate(values)
     except ValidationError as error:
@@ -138,9 +144,9 @@ def validate_values(
 
 
 def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The arguments as one nested dict, and for each dotted key where its value came from. `free`: the `users_keys`.
+    """Parse arguments into a nested dict, and a dict from dotted key to its origin.
 
-    Files come first and later files win over earlier ones; then the overrides, in their order.
+    Files come first, later ones win; then overrides in their order. `free` are the `users_keys`.
     """
     files: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -175,9 +181,9 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
 
 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """A new dict: tables merged key by key, anything else of `over` replaces that of `base`.
+    """Return `base` with `over` merged in: tables key by key, anything else replaced.
 
-    A table over a list of tables changes each of them, or the one whose name stands before the key.
+    A table over a list of tables changes each of them, or only the one whose name precedes the key.
     """
     result = dict(base)
     for key, value in over.items():
@@ -249,9 +255,12 @@ def _merge_file(
 
 
 def users_keys(cls: type[Config]) -> dict[str, bool]:
-    """Names of the keys whose tables have keys of the user's own (of environments, adapters, arguments), which stay as
-    they are written; and whether what these hold is a section, with keys of ours again. A name that is a section
-    elsewhere in the configuration is none of them."""
+    """Return the keys whose tables hold names chosen by the user, such as environments or
+    arguments.
+
+    These names are kept as written. The value is True if each entry is a section with keys of
+    Hone's own. A name that is also a section elsewhere is left out.
+    """
     found: dict[str, bool] = {}
     sections: set[str] = set()
 
@@ -270,7 +279,7 @@ def users_keys(cls: type[Config]) -> dict[str, bool]:
 
 
 def _split_key(name: str, free: dict[str, bool]) -> list[str]:
-    """The parts of a dotted key, ours in the form that they have in Python."""
+    """Split a dotted key, with Hone's own parts spelled as in Python."""
     path: list[str] = []
     rest = name.split(".")
     while rest:
@@ -295,7 +304,7 @@ def _to_snake_case(value: Any, free: dict[str, bool], under: str = "") -> Any:
 
 
 def _clear_none(value: Any) -> Any:
-    """TOML has no null: the string "None" clears a value."""
+    """Replace the string "None" by None, since TOML has no null."""
     if isinstance(value, dict):
         return {k: _clear_none(v) for k, v in value.items()}
     if isinstance(value, list):
@@ -313,15 +322,15 @@ def _list_leaves(content: dict[str, Any], path: list[str]) -> list[str]:
 
 
 class Whole(dict[str, Any]):
-    """A table that stands as one value on the command line: it replaces a list of tables."""
+    """A table given as one value on the command line; it replaces a list of tables."""
 
 
 class Typed(str):
-    """Text of the command line that is yet to get its type, from its key."""
+    """Command-line text whose type its key decides later."""
 
 
 def parse_untyped(value: Any) -> Any:
-    """What text of the command line means where the key has no type: a number, true, false, or the text."""
+    """Parse text whose key has no type: a number, true, false, or the text itself."""
     if isinstance(value, dict):
         return {key: parse_untyped(one) for key, one in value.items()}
     if not isinstance(value, Typed):
@@ -333,7 +342,8 @@ def parse_untyped(value: Any) -> Any:
 
 
 def _parse_scalar(text: str) -> Any:
-    """A command-line value: `None`, JSON lists and objects; numbers and booleans are left to the type of the key."""
+    """Parse a command-line value: `None`, JSON lists and objects. Other text is typed by its key.
+    """
     if text == "None":
         return None
     if text[:1] in "[{":
@@ -359,7 +369,7 @@ def _assign_value(values: dict[str, Any], path: list[str], value: Any, word: str
 
 
 def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str, str]) -> str:
-    """One line for each mistake: key, where it stands, what was found, what is accepted."""
+    """Return one line per mistake: key, source, what was found, what is accepted."""
     lines = []
     for item in error.errors(include_url=False):
         names = _without_tags(cls, [str(part) for part in item["loc"] if not _is_tag(part)])
@@ -416,7 +426,7 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
 
 
 def _list_required(cls: type[Config], prefix: str) -> list[str]:
-    """Keys that must be given, where their section is."""
+    """Return the required keys below a prefix."""
     found: list[str] = []
     for name, field in cls.model_fields.items():
         if field.is_required():
@@ -430,7 +440,7 @@ def _is_tag(part: int | str) -> bool:
 
 
 def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
-    """The names of a key; where several sections are possible, pydantic puts the `type` of the one that it took."""
+    """Return a key's names without the `type` that pydantic inserts for a union of sections."""
     found: list[str] = []
     for name in names:
         field = (
@@ -449,7 +459,7 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
 
 
 def _list_kinds(cls: type[Config]) -> list[str]:
-    """What its `type` may be."""
+    """Return the accepted values of `type`."""
     return (
         [str(kind) for kind in get_args(cls.model_fields["type"].annotation)]
         if "type" in cls.model_fields
@@ -489,7 +499,7 @@ def _describe_origin(names: list[str], origins: dict[str, str], message: str = "
 
 
 def _find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
-    """The sections that a dotted name may stand for; none where it is no section."""
+    """Return the sections that a dotted name may refer to; empty if it is no section."""
     sections = [cls]
     for name in names:
         if not name.isdigit():
@@ -499,7 +509,7 @@ def _find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
 
 
 def section_types(annotation: Any) -> list[type[Config]]:
-    """The Config classes in an annotation such as `X`, `X | None`, `list[X]` or `X | Y`."""
+    """Return the Config classes in an annotation such as `X`, `X | None`, `list[X]` or `X | Y`."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
     return [
@@ -510,13 +520,13 @@ def section_types(annotation: Any) -> list[type[Config]]:
 
 
 def section_type(annotation: Any) -> type[Config] | None:
-    """The first of them."""
+    """Return the first Config class in an annotation, or None."""
     return next(iter(section_types(annotation)), None)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A key or, before its keys, a section. `value`: what the command has where nothing is given."""
+    """A key, or a section before its keys. `value` is the command's default."""
 
     key: str
     field: Any
@@ -527,7 +537,10 @@ class Entry:
 def walk_entries(
     cls: type[Config], values: Config | None = None, prefix: str = ""
 ) -> Iterator[Entry]:
-    """Own keys, then sections. `values`: a section as the command that has it sets it. A table by name has NAME."""
+    """Yield a section's own keys, then its subsections.
+
+    `values` holds the section's defaults in this command. Tables by name are shown as NAME.
+    """
     sections = []
     for name, field in cls.model_fields.items():
         value = (

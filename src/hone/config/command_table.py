@@ -1,4 +1,4 @@
-"""The commands that read a configuration: its type, what runs it, what it does; named, and imported when asked for."""
+"""Table of the commands that read a configuration: type, function and summary, imported on use."""
 
 import importlib
 from typing import Any
@@ -48,6 +48,6 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
 
 
 def import_object(path: str) -> Any:
-    """What MODULE:NAME names."""
+    """Import and return what `MODULE:NAME` refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The words about a configuration: `--help` in the terminal, the reference page, the resolved TOML file."""
+"""Text made from a configuration: `--help`, the reference page, and the resolved TOML file."""
 
 import json
 import re
@@ -15,7 +15,7 @@ INDENT, WIDEST = " " * 6, 120
 
 
 def help_text(command: str, summary: str, cls: type[Config]) -> str:
-    """What `command --help` prints: usage, then every key with its type, default and meaning."""
+    """Return the text of `command --help`: usage, then each key with type, default and meaning."""
     lines = [
         f"usage: {command} [@ file.toml] [--key value] [--section.key value] …",
         "",
@@ -31,7 +31,7 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
 
 
 def keys_text(cls: type[Config]) -> str:
-    """Every key, a line and its words under it, by sections."""
+    """Return all keys with their documentation, by section."""
     lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
     for one in walk_entries(cls):
         lines += (
@@ -49,7 +49,7 @@ def keys_text(cls: type[Config]) -> str:
 
 
 def reference_table(cls: type[Config]) -> str:
-    """The same as a Markdown table."""
+    """Return all keys as a Markdown table."""
     rows = ["| key | type | default | |", "|---|---|---|---|"]
     for one in walk_entries(cls):
         words = _describe_entry(one).replace("|", "\\|")
@@ -116,7 +116,7 @@ def _toml_value(value: Any) -> str:
 
 
 def _describe_type(kind: Any) -> str:
-    """A type in words: `Annotated[int, …] | None` is int, a Literal is its values, a list names its members."""
+    """Return a type in words: a Literal as its values, a list as its members."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _describe_type(arguments[0])
@@ -134,7 +134,7 @@ def _describe_type(kind: Any) -> str:
 
 
 def _describe_default(value: Any) -> str:
-    """A default in words; nothing for an empty text."""
+    """Return a default as text, or "" for an empty string."""
     if value is PydanticUndefined:
         return "required"
     if value is None:

@@ -20,7 +20,7 @@ class InferenceConfig(ServeConfig):
     @model_validator(mode="before")
     @classmethod
     def _lift_server_keys(cls, values: Any) -> Any:
-        """`host` and `port` may stand beside `server`, as vLLM's server spells them."""
+        """Accept `host` and `port` at the top, as vLLM spells them."""
         if not isinstance(values, dict) or not {"host", "port"} & set(values):
             return values
         flat = {key: values[key] for key in ("host", "port") if key in values}

@@ -1,4 +1,4 @@
-"""Configuration of `hone lab run`: a job file of hosted training, and the run of `rl` that it stands for here."""
+"""Configuration of `hone lab run`: a job file of hosted training, mapped to a run of `rl`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal

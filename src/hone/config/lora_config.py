@@ -43,7 +43,7 @@ class LoRAConfig(Config):
 
     @property
     def keeps_reference(self) -> bool:
-        """Whether the model without the adapter is the one that training began with."""
+        """Return True if the model without the adapter is the initial model."""
         return not self.modules_to_save and self.start_from is None
 
 

@@ -15,7 +15,7 @@ Need = Literal["whole_sequences", "entropy", "reference", "teacher"]
 
 @dataclass(frozen=True)
 class Kind:
-    """The keys that have an effect on a loss, and what it needs whatever they are."""
+    """The keys that apply to a loss, and the inputs that it always needs."""
 
     keys: frozenset[str]
     needs: frozenset[Need] = frozenset()
@@ -90,7 +90,7 @@ class LossConfig(Config):
 
     @property
     def required_inputs(self) -> frozenset[Need]:
-        """What this loss asks of the trainer, apart from what a function of the user's own says itself."""
+        """Return the inputs that this loss needs, except those that a user's function declares."""
         asked: dict[Need, bool] = {
             "whole_sequences": self.ratio_type == "sequence",
             "entropy": self.entropy_weight > 0,

@@ -1,4 +1,4 @@
-"""Configuration of the orchestrator: which rollouts are made, what they are worth, which are trained on."""
+"""Configuration of the orchestrator: sampling, advantages and selection of rollouts."""
 
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,7 @@ Failed = Literal["drop", "zero"]
 
 
 class GroupConfig(Config):
-    """How the groups of an environment are made and judged."""
+    """How groups of an environment are sampled and scored."""
 
     rollouts_per_example: GroupSize = 16
     """Rollouts of each prompt, its group, at least 2: their rewards are compared with each other."""
@@ -61,7 +61,7 @@ class GroupConfig(Config):
 
 
 class TrainEnvConfig(EnvConfig):
-    """An environment to train on. What it does not say of its groups is as for all."""
+    """A training environment. Unset group keys take the orchestrator's values."""
 
     ratio: float | list[tuple[int, float]] | None = None
     """Share of groups that this environment gets, relative to the ratios of the others; [[1, 1.0], [100, 0.2]] moves
@@ -111,7 +111,7 @@ class TrainEnvConfig(EnvConfig):
 
 
 class BufferConfig(Config):
-    """What is known of examples from their earlier groups, and what is done with it."""
+    """Use of statistics about examples from their earlier groups."""
 
     easy_threshold: Share | None = None
     """Running mean reward from which an example counts as easy."""
@@ -132,7 +132,7 @@ class BufferConfig(Config):
 
 
 class TeacherConfig(ClientConfig):
-    """A model that samples or judges tokens, served by `inference` with the tokenizer of the policy."""
+    """A model that samples or scores tokens, served by `inference` with the policy's tokenizer."""
 
     model: str
     """Name of the teacher model on its server."""
@@ -215,7 +215,7 @@ class OrchestratorConfig(GroupConfig):
 
     @property
     def mixing_ratios(self) -> dict[str, list[tuple[int, float]]] | None:
-        """Of the environments, at steps; None where all are mixed."""
+        """Return the environments' mixing ratios by step, or None if all are mixed."""
         found = {}
         for env in self.env:
             if env.ratio is None:
@@ -224,7 +224,7 @@ class OrchestratorConfig(GroupConfig):
         return found
 
     def group_config_of(self, name: str) -> GroupConfig:
-        """How the groups of an environment are made: as it says itself, else as for all."""
+        """Return an environment's group settings: its own, else the shared ones."""
         env = next(env for env in self.env if env.known_as == name)
         keys = GroupConfig.model_fields.keys()
         own = {key: getattr(env, key, None) for key in keys if getattr(env, key, None) is not None}

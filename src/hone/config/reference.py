@@ -1,4 +1,5 @@
-"""Writes the reference page of every configuration key: `python -m hone.config.reference > docs/configuration.md`."""
+"""Print the reference page of all keys: `python -m hone.config.reference > docs/configuration.md`.
+"""
 
 from hone.config.command_table import COMMANDS, import_object
 from hone.config.help import reference_table

@@ -1,7 +1,8 @@
 """Configuration of `rl`, `trainer` and `orchestrator`.
 
-In `rl` what the components share stands once at the top. A component's own file (`--trainer @ train.toml`) says it for
-itself; `rl` then takes it from there, and refuses two components that differ.
+In `rl`, keys that the components share stand once at the top. A component's own file (`--trainer @
+train.toml`)
+repeats them; `rl` hoists them from there and refuses components that differ.
 """
 
 from typing import Annotated, Any, Literal
@@ -78,7 +79,7 @@ class BenchConfig(Config):
 
 
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
-    """The trainer as a process of its own."""
+    """The trainer as a separate process."""
 
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
@@ -101,7 +102,7 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
-    """The orchestrator as a process of its own."""
+    """The orchestrator as a separate process."""
 
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
@@ -193,7 +194,7 @@ class RLConfig(ResumableConfig):
     def prepare_values(
         cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
     ) -> dict[str, Any]:
-        """Takes what the components say of shared keys to the top; sees which deployment is meant."""
+        """Hoist keys shared by components and choose the deployment."""
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")
@@ -232,7 +233,7 @@ class RLConfig(ResumableConfig):
 
 
 def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted names and values."""
+    """Yield (dotted name, value) pairs."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= (
@@ -244,7 +245,7 @@ def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _nest_key(name: str, value: Any) -> dict[str, Any]:
-    """A dotted name and its value as nested tables."""
+    """Return a dotted name and its value as nested tables."""
     for key in reversed(name.split(".")):
         value = {key: value}
     nested: dict[str, Any] = value

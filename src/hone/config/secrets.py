@@ -1,7 +1,8 @@
-"""Keep secrets of a configuration out of what is written down: by the names of keys, and by values that look like keys.
+"""Keep secrets out of files and logs, by key names and by values that look like keys.
 
-A process that is started with a written configuration gets its secrets in its environment (SECRETS_VARIABLE), which
-only its user can read.
+A process that is started from a written configuration receives its secrets in the environment
+variable
+SECRETS_VARIABLE, which only its user can read.
 """
 
 import json
@@ -33,7 +34,7 @@ def is_secret(key: Any, value: Any) -> bool:
 
 
 def redact_secrets(value: Any) -> Any:
-    """Return plain data without its secrets: keys that hold one are left out, other values are replaced."""
+    """Return plain data without secrets: secret keys removed, secret-looking values replaced."""
     if isinstance(value, dict):
         return {
             key: redact_secrets(one)
@@ -46,7 +47,7 @@ def redact_secrets(value: Any) -> Any:
 
 
 def collect_secrets(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
-    """Return what `redact_secrets` takes out, and where it was."""
+    """Return the secrets that `redact_secrets` removes, with their paths."""
     if isinstance(value, dict):
         found: list[tuple[Path, Any]] = []
         for key, one in value.items():
@@ -63,13 +64,13 @@ def collect_secrets(value: Any, path: Path = ()) -> list[tuple[Path, Any]]:
 
 
 def secrets_variable(value: Any) -> dict[str, str]:
-    """Return the environment that brings the secrets of plain data to a process; empty where it has none."""
+    """Return the environment variables that pass secrets to a process; empty if there are none."""
     found = collect_secrets(value)
     return {SECRETS_VARIABLE: json.dumps(found)} if found else {}
 
 
 def restore_secrets(values: dict[str, Any]) -> None:
-    """Put the secrets of the environment back into a configuration that was read; they are taken from there once."""
+    """Put secrets from the environment back into a configuration, and clear the variable."""
     for path, secret in json.loads(os.environ.pop(SECRETS_VARIABLE, "[]")):
         place: Any = values
         try:

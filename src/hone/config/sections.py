@@ -41,9 +41,10 @@ API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file that has it
 
 
 def own_key(url: str = "http:") -> str | None:
-    """The key of Hone's own servers, as the environment has it. Other services, which speak https, are not told it.
+    """Return the API key of Hone's own servers, which is not sent to other services (https).
 
-    Raises ValueError for a file that cannot be read."""
+    Raises ValueError if the key's file cannot be read.
+    """
     if not url.startswith("http:"):
         return None
     if key := os.environ.get(API_KEY_VARIABLE, "").strip():
@@ -59,12 +60,12 @@ def own_key(url: str = "http:") -> str | None:
 
 
 def as_list(value: Any) -> Any:
-    """Where a list is meant, one bare value is a list of one."""
+    """Wrap a bare value in a list where a list is expected."""
     return value if isinstance(value, list) or value is None else [value]
 
 
 def to_python_names(value: Any) -> Any:
-    """Arguments of a Python function: a name has no dash."""
+    """Replace dashes in argument names of a Python function."""
     value = parse_untyped(value)
     return (
         {key.replace("-", "_"): one for key, one in value.items()}
@@ -152,7 +153,7 @@ class OptimConfig(Config):
 
     @property
     def moment_bytes(self) -> int:
-        """Of one of AdamW's moments of one weight."""
+        """Bytes of one AdamW moment per weight."""
         return 4 if self.state_dtype == "float32" else 2
 
 
@@ -173,7 +174,7 @@ class WeightsConfig(Config):
     """Save the weights as weights/step_N every this many steps; the last step is always saved."""
 
     def list_steps(self, max_steps: int) -> list[int]:
-        """The steps whose weights a run of that length writes."""
+        """Return the steps whose weights a run of `max_steps` steps writes."""
         return (
             [*range(self.interval, max_steps, self.interval), max_steps]
             if self.interval
@@ -195,7 +196,7 @@ class NcclConfig(Config):
 
 
 def with_type(kind: str) -> BeforeValidator:
-    """Where a union of sections is given without its `type`, it is this one."""
+    """Return a validator that sets `type` to `kind` where a union of sections has none."""
     return BeforeValidator(
         lambda value: {"type": kind, **value} if isinstance(value, dict) else value
     )
@@ -207,7 +208,7 @@ BroadcastConfig = Annotated[
 
 
 def named_or_own(value: str, names: Iterable[str], key: str) -> str:
-    """One of the names, or the import path of a function of the user's own. Raises ValueError."""
+    """Validate one of `names` or the import path of a user's function. Raises ValueError."""
     if value not in names and ":" not in value:
         near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
         raise ValueError(
@@ -277,7 +278,7 @@ E = TypeVar("E", bound=EnvConfig)
 
 
 def require_distinct(envs: list[E]) -> list[E]:
-    """Refuses two of one name."""
+    """Raise ValueError if two environments have the same name."""
     names = [env.known_as for env in envs]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -310,7 +311,7 @@ class EvalConfig(Config):
     failed."""
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether the model is to be evaluated after that step, 0 being before the first."""
+        """Return True if the model is evaluated after this step (0: before the first)."""
         return self.at_start if step == 0 else step == last or step % self.interval == 0
 
 
@@ -337,7 +338,7 @@ class ServerConfig(Config):
 
 
 class BackendConfig(Config):
-    """What computes behind a server, and the flags that only vLLM has, in its spelling."""
+    """The backend of a server, and flags that only vLLM has, as vLLM spells them."""
 
     backend: Free[Literal["auto", "hone", "vllm"]] = "auto"
     """What samples: hone is Hone's own engine, on one device; vllm starts vLLM, which has to be installed, and serves
@@ -367,7 +368,7 @@ class BackendConfig(Config):
 
     @property
     def needs_vllm(self) -> bool:
-        """Whether Hone's engine, on its one device, cannot do what is asked for."""
+        """Return True if the configuration asks for something that only vLLM supports."""
         return (
             self.tensor_parallel_size > 1
             or self.data_parallel_size > 1
@@ -418,7 +419,7 @@ class ServeConfig(BackendConfig, EngineConfig):
 
 
 def as_url(value: str) -> str:
-    """http(s)://host[:port][/path], or what is wrong with it."""
+    """Validate http(s)://host[:port][/path]. Raises ValueError with what is wrong."""
     try:
         parts = urlsplit(value)
         is_url = (
@@ -486,7 +487,7 @@ class RunConfig(Config):
 
 
 class ResumableConfig(RunConfig):
-    """Base of the commands that can go on where they were."""
+    """Base of the commands that can resume."""
 
     ranks_timeout: Free[Annotated[float, Field(gt=0)]] = 1800.0
     """With several trainer processes: seconds that one waits for another before the run is ended."""
@@ -499,7 +500,7 @@ class ResumableConfig(RunConfig):
 
     @property
     def may_start_anew(self) -> bool:
-        """Whether an earlier run may be removed where there is nothing to resume from."""
+        """Return True if an earlier run may be removed when there is no checkpoint."""
         return self.clean or self.resume == "auto"
 
     @model_validator(mode="after")
@@ -512,7 +513,7 @@ class ResumableConfig(RunConfig):
     def prepare_values(
         cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
     ) -> dict[str, Any]:
-        """`--resume` on the command line wins over `clean = true` in a file."""
+        """Let `--resume` on the command line win over `clean = true` in a file."""
         is_typed = origins.get("resume") == COMMAND_LINE and values.get("resume") not in (
             False,
             "never",

@@ -1,6 +1,8 @@
-"""Configuration of `vf-rl`: the file of verifiers' RLTrainer, and the run of `rl` that it stands for. Imports no torch.
+"""Configuration of `vf-rl`: a file of verifiers' RLTrainer, mapped to a run of `rl`.
 
-model  [env]  [inference] gpus, args  [trainer] gpus, args  ─ as_rl(GPUs that there are) ─► RLConfig
+Imports no torch.
+
+    model  [env]  [inference] gpus, args  [trainer] gpus, args  ─ as_rl(available GPUs) ─► RLConfig
 """
 
 import difflib
@@ -79,7 +81,7 @@ WORDS = {  # of messages of `rl`: its keys, and those of a file for vf-rl
 
 
 def in_own_words(text: str, is_python: bool = False) -> str:
-    """A message of `rl` with the keys of vf-rl, or, of Python, the arguments of RLTrainer."""
+    """Rewrite a message of `rl` with the keys of vf-rl, or the arguments of RLTrainer."""
     for theirs, ours in WORDS.items():
         text = text.replace(theirs, ours)
     if is_python:
@@ -102,7 +104,7 @@ NEEDLESS = {
 
 
 class RLTrainerArgs(Config):
-    """`[trainer.args]`, and `hone.RLConfig`, the arguments of `hone.RLTrainer`."""
+    """The section `[trainer.args]`, and the arguments of `hone.RLTrainer` as `hone.RLConfig`."""
 
     model_config = ConfigDict(title="RLConfig")
 
@@ -218,7 +220,7 @@ class RLTrainerArgs(Config):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        """Takes away what asks for nothing; says why other keys of verifiers and transformers are none."""
+        """Drop keys that have no effect; explain other unsupported keys of verifiers."""
         if not isinstance(values, dict):
             return values
         kept = {}
@@ -330,7 +332,7 @@ class VfRLConfig(Config):
         )
 
     def as_rl(self, gpus: int = 0) -> RLConfig:
-        """The run of `rl`, on a machine with so many GPUs. Raises ConfigError."""
+        """Return the run of `rl` for a machine with `gpus` GPUs. Raises ConfigError."""
         return validate_values(RLConfig, self._as_rl() | self._place_gpus(gpus))
 
     def resolve_config(self) -> RLConfig:
@@ -420,7 +422,7 @@ class VfRLConfig(Config):
         return values
 
     def _place_gpus(self, gpus: int) -> dict[str, Any]:
-        """Which GPUs sample and which train, of so many."""
+        """Return which of the GPUs sample and which train."""
         wanted, trains = self.inference.gpus, self.trainer.gpus
         share = _parse_number(self.inference.args, "tensor_parallel_size") * _parse_number(
             self.inference.args, "data_parallel_size"
@@ -449,7 +451,7 @@ class VfRLConfig(Config):
 
 
 def _parse_server_flags(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str, Any]:
-    """Flags in vLLM's spelling as a server's configuration. Raises ConfigError for one that is nearly a key of it."""
+    """Parse flags in vLLM's spelling. Raises ConfigError for one that is nearly a known key."""
     names = {"max_num_seqs": "max_batch_size"}
     known = set(ServeConfig.model_fields) - {"server", "vllm_args"}
     own, others, server = {}, {}, {"host": args.vllm_server_host, "port": args.vllm_server_port}

@@ -1,4 +1,4 @@
-"""A directory as a tar archive, made while it is sent: nothing is written, and little is held in memory."""
+"""Stream a directory as a tar archive without writing a file or holding it in memory."""
 
 import tarfile
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ BLOCK = 2**20
 
 
 class _Pipe:
-    """What tarfile writes to and the sender empties."""
+    """A buffer that tarfile writes to and the response reads from."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -23,7 +23,7 @@ class _Pipe:
 
 
 def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
-    """Its plain files, under `name`/; links are left out."""
+    """Yield a tar archive of the directory's plain files below `name`/; links are left out."""
     pipe = _Pipe()
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
         for file in sorted(directory.rglob("*")):

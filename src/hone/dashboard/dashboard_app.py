@@ -1,4 +1,4 @@
-"""The routes of the dashboard: thin; what they show is made by views.py, what they start by jobs.py.
+"""Routes of the dashboard. views.py makes what they show, jobs.py what they start.
 
 /  /assets/…          the page
 /api/runs, /api/run, /api/series, /api/rollouts, /api/rollout, /api/log, /api/doctor, /api/plot
@@ -43,7 +43,7 @@ def build_app(
     tickets: dict[str, tuple[float, Path]] = {}
 
     def make_route(make: Callable[..., Any], *names: str) -> Callable[[Request], Any]:
-        """Answers with what `make` gives for these parameters."""
+        """Return a route that answers with the result of `make` for its parameters."""
 
         async def answer_route(request: Request) -> Response:
             asked = request.query_params
@@ -55,7 +55,7 @@ def build_app(
         return answer_route
 
     async def answer_with(make: Callable[[], Any]) -> Response:
-        """What `make` gives, in a thread: as it is, or as JSON; 404 for what is not there."""
+        """Run `make` in a thread and return its result as it is or as JSON, or 404."""
         try:
             found = await asyncio.to_thread(make)
         except KeyError as error:
@@ -259,7 +259,7 @@ def int_of(text: str | None, otherwise: int) -> int:
 
 
 def number_of(text: str) -> float:
-    """Raises ValueError."""
+    """Parse a number. Raises ValueError."""
     try:
         return float(text)
     except ValueError:

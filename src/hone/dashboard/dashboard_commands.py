@@ -1,4 +1,5 @@
-"""`hone dashboard`, `hone doctor`, `hone plot`: runs looked at in a browser, in the terminal, as a picture."""
+"""`hone dashboard`, `hone doctor` and `hone plot`: inspect runs in a browser, terminal or picture.
+"""
 
 import argparse
 import contextlib
@@ -21,7 +22,7 @@ NEAR = 20  # ports from it on that are tried
 
 
 def run_dashboard(argv: list[str]) -> int:
-    """Serves until it is interrupted."""
+    """Run `hone dashboard` until it is interrupted."""
     parser = argparse.ArgumentParser(
         prog="hone dashboard",
         allow_abbrev=False,
@@ -51,7 +52,7 @@ def run_dashboard(argv: list[str]) -> int:
 
 
 def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> int:
-    """Raises ValueError for a directory that is none, or a port that is taken."""
+    """Serve the dashboard. Raises ValueError for a missing directory or a port in use."""
     if not root.is_dir():
         raise ValueError(f"{root} is no directory")
     import uvicorn
@@ -88,7 +89,7 @@ def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> in
 
 
 def open_in_browser(url: str) -> None:
-    """Open an address that has a secret: the browser's command line, which others can read, names a private file."""
+    """Open an address that holds a secret, through a private file that redirects to it."""
     import tempfile
     import webbrowser
 
@@ -102,7 +103,9 @@ def open_in_browser(url: str) -> None:
 
 
 def bind_near(host: str, port: int) -> socket.socket:
-    """A socket on the port; where that is the usual one and taken, on the next that is free. Raises ValueError."""
+    """Return a bound socket; if the default port is in use, on the next free one. Raises
+    ValueError.
+    """
     from hone.inference.socket_binding import bind_socket
 
     for other in range(port, port + NEAR) if port == PORT else ():
@@ -115,7 +118,7 @@ def bind_near(host: str, port: int) -> socket.socket:
 
 
 def run_doctor(argv: list[str]) -> int:
-    """Says what went wrong in a run. Exit code 1 where something did."""
+    """Run `hone doctor`. Return 1 if it has findings."""
     parser = argparse.ArgumentParser(
         prog="hone doctor",
         allow_abbrev=False,
@@ -155,7 +158,7 @@ def run_doctor(argv: list[str]) -> int:
 
 
 def run_plot(argv: list[str]) -> int:
-    """Writes the curves of runs as a picture."""
+    """Run `hone plot`: write the curves of runs as a picture."""
     parser = argparse.ArgumentParser(
         prog="hone plot",
         allow_abbrev=False,
@@ -190,7 +193,9 @@ def run_plot(argv: list[str]) -> int:
 
 
 def runs_in(path: Path) -> list[Run]:
-    """The runs of a directory itself, not of those below it. Raises ValueError where it has none."""
+    """Return the runs of a directory itself, without subdirectories. Raises ValueError if there are
+    none.
+    """
     found = (
         [run for run in find_runs(path).values() if run.path == path and run.kind != "eval"]
         if path.is_dir()

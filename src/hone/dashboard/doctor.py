@@ -1,9 +1,10 @@
-"""What went wrong in a run, from its numbers and rollouts: the first bad step, what shows it, what usually helps.
+"""Find what went wrong in a run: the first bad step, the evidence, and what usually helps.
 
-    series (metrics.jsonl), steps (averages of the rollouts) ─► one look after another ─► findings, the gravest first
+    series (metrics.jsonl), steps (averages of the rollouts) ─► one check after another ─► findings, the worst first
 
-A look is a function that gives a finding or nothing. Where one explains another (completions that are cut off explain
-rewards of 0), the explanation alone is told.
+A check is a function that returns a finding or None. Where one finding explains another (truncated
+completions
+explain rewards of 0), only the explanation is reported.
 """
 
 from collections.abc import Callable
@@ -31,7 +32,7 @@ Series = dict[str, dict[int, float]]  # metric: step: value
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind`: a word that scripts read; `rollouts`: numbers of those in the index that show it."""
+    """One finding. `kind` is its code; `rollouts` are indexed rollouts that show it."""
 
     kind: str
     title: str
@@ -53,7 +54,7 @@ class DoctorReport:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """`steps`: of each step averages of its rollouts (`Index.step_means`)."""
+    """Facts about a run. `steps` holds averages of each step's rollouts (`Index.step_means`)."""
 
     series: Series
     steps: list[dict[str, Any]]
@@ -63,7 +64,7 @@ class RunFacts:
         return self.series.get(name, {})
 
     def trained_metric(self, name: str) -> dict[int, float]:
-        """A metric of the trainer at the steps that had something to train on."""
+        """Return a trainer metric at the steps that had samples to train on."""
         had = self.metric_by_step("tokens/trained")
         return {
             step: value
@@ -92,7 +93,7 @@ NAMES = [
 
 
 def examine_run(index: Index) -> DoctorReport:
-    """Of a run of rl or sft."""
+    """Return the findings of an SFT or RL run, the worst first."""
     kept = index.metric_series(NAMES, most=10**9)
     series = {
         name: dict(zip(map(int, steps), values, strict=True))
@@ -117,7 +118,7 @@ def examine_run(index: Index) -> DoctorReport:
 
 
 def _with_examples(finding: Finding, index: Index) -> Finding:
-    """With rollouts of its first step that show it."""
+    """Add rollouts of the finding's first step that show it."""
     if index.run.kind != "rl":
         return finding
     sort, down = ("tokens", True) if finding.kind == "length" else ("reward", False)
@@ -129,8 +130,7 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
 
 
 def template(facts: RunFacts) -> Finding | None:
-    """From the first step on little is rewarded, and the prompt is not what the model's tokenizer is made for, or the
-    model is unsure of every token that it writes."""
+    """Find prompts that do not match the tokenizer: low reward from the start, unsure tokens."""
     first = facts.steps[:FEW]
     known = [row["logprob"] for row in first if row["logprob"] is not None]
     mean = sum(known) / len(known) if known else 0.0
@@ -158,7 +158,8 @@ def template(facts: RunFacts) -> Finding | None:
 
 
 def odd_prompt(index: Index) -> str:
-    """What is odd about the tokens of the first prompt, by the tokenizer that the run kept; mostly nothing."""
+    """Return what is unusual about the first prompt's tokens, judged by the run's tokenizer, or "".
+    """
     rows = index.find_rollouts({}, "step", False, 1, 0)["rows"]
     found = index.read_rollout(rows[0]["id"]) if rows else None
     turns = (found or {}).get("turns") or [{}]
@@ -171,7 +172,7 @@ def odd_prompt(index: Index) -> str:
 
 
 def truncated(facts: RunFacts) -> Finding | None:
-    """Most completions are cut off by max_tokens, from the beginning."""
+    """Find completions that max_tokens truncates from the beginning on."""
     cut = [row for row in facts.steps[:FEW] if row["truncated"] > CUT]
     if not cut or len(cut) < min(FEW, len(facts.steps)):
         return None
@@ -189,7 +190,7 @@ def truncated(facts: RunFacts) -> Finding | None:
 
 
 def constant(facts: RunFacts) -> Finding | None:
-    """All rollouts have had one reward, in nearly all steps."""
+    """Find runs whose rollouts all have one reward in nearly all steps."""
     flat = [row for row in facts.steps if row["high"] - row["low"] < 1e-9]
     is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:FEW])
     if (
@@ -215,7 +216,7 @@ def constant(facts: RunFacts) -> Finding | None:
 
 
 def no_signal(facts: RunFacts) -> Finding | None:
-    """The rollouts of a group have the same reward, in most groups of the last steps."""
+    """Find groups whose rollouts have equal rewards in most of the last steps."""
     idle, n = (
         facts.metric_by_step("batch/without_signal"),
         max(FEW, len(facts.metric_by_step("batch/without_signal")) // 4),
@@ -240,7 +241,7 @@ def no_signal(facts: RunFacts) -> Finding | None:
 
 
 def collapse(facts: RunFacts) -> Finding | None:
-    """The reward was there, and is gone."""
+    """Find a reward that was high and dropped."""
     rewards = facts.metric_by_step("reward/mean")
     steps = sorted(rewards)
     level = _running_mean([rewards[step] for step in steps])
@@ -300,7 +301,7 @@ def collapse(facts: RunFacts) -> Finding | None:
 
 
 def length(facts: RunFacts) -> Finding | None:
-    """Completions grow, and within a step the longer ones have the higher reward."""
+    """Find completions that grow while longer ones earn more."""
     if len(facts.steps) < 2 * FEW:
         return None
     n = max(2, len(facts.steps) // 5)
@@ -327,7 +328,7 @@ def length(facts: RunFacts) -> Finding | None:
 
 
 def stale(facts: RunFacts) -> Finding | None:
-    """The trainer learns from tokens of an old policy, or of another one."""
+    """Find training on tokens of an old or different policy."""
     behind, apart = (
         facts.metric_by_step("batch/off_policy_level/mean"),
         facts.trained_metric("mismatch_kl/mean"),
@@ -363,7 +364,7 @@ def stale(facts: RunFacts) -> Finding | None:
 
 
 def entropy_gone(facts: RunFacts) -> Finding | None:
-    """Nothing is tried any more, before the task is learnt."""
+    """Find entropy that vanishes before the task is learned."""
     entropy, rewards = facts.trained_metric("entropy/mean"), facts.metric_by_step("reward/mean")
     steps = sorted(entropy)
     if len(steps) < 2 * FEW:
@@ -385,7 +386,7 @@ def entropy_gone(facts: RunFacts) -> Finding | None:
 
 
 def failures(facts: RunFacts) -> Finding | None:
-    """Many rollouts end in an error."""
+    """Find many rollouts that end in an error."""
     bad = [row for row in facts.steps if row["failed"] > 0.2]
     if len(bad) < max(2, 0.2 * len(facts.steps)):
         return None
@@ -401,7 +402,7 @@ def failures(facts: RunFacts) -> Finding | None:
 
 
 def diverged(facts: RunFacts) -> Finding | None:
-    """The loss of supervised fine-tuning went up and stayed there."""
+    """Find an SFT loss that rose and stayed high."""
     loss = facts.metric_by_step("loss/mean")
     steps = sorted(loss)
     level = _running_mean([loss[step] for step in steps])
@@ -419,7 +420,7 @@ def diverged(facts: RunFacts) -> Finding | None:
 
 
 def overfitted(facts: RunFacts) -> Finding | None:
-    """The validation loss rises while that of training falls."""
+    """Find a validation loss that rises while the training loss falls."""
     val = facts.metric_by_step("val/loss")
     steps = sorted(val)
     if len(steps) < FEW:
@@ -441,7 +442,7 @@ def _mean_of(values: dict[int, float]) -> float:
 
 
 def _running_mean(values: list[float], width: int = 3) -> list[float]:
-    """Of each value the mean with those before it, at most `width`."""
+    """Return for each value the mean of it and up to `width - 1` values before it."""
     return [
         sum(values[max(0, i - width + 1) : i + 1]) / (i - max(0, i - width + 1) + 1)
         for i in range(len(values))

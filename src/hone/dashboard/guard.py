@@ -1,10 +1,11 @@
-"""Who may ask the dashboard what: checked before any route.
+"""Access rules of the dashboard, checked before any route.
 
-    Host       on loopback only loopback's names: a page of another site cannot reach it under a name of its own
-    Origin     none, or the page's own: another site's page starts nothing
-    token      for whatever starts, stops or changes something; off loopback for reading too
+    Host       on loopback only names of loopback, so that a page cannot use a domain of its own (DNS rebinding)
+    Origin     none, or the dashboard's own, so that another site's page starts nothing
+    token      required for whatever changes something; off loopback for reading too
 
-The token comes in the header `Authorization: Bearer …`, which no form and no link of another site can send.
+The token comes in the header `Authorization: Bearer …`, which no form or link of another site can
+send.
 """
 
 import hmac
@@ -52,7 +53,7 @@ class Guard:
         await self.app(scope, receive, with_headers)
 
     def find_refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
-        """A status and why, or None."""
+        """Return the status and reason of a refusal, or None if the request is allowed."""
         host = headers.get("host", "")
         if self.on_loopback and not is_loopback(urlsplit(f"//{host}").hostname or ""):
             return 403, f"Host {host!r} is not this machine's loopback address"

@@ -1,11 +1,12 @@
-"""What a run wrote, in SQLite: found in milliseconds where its files would take seconds to read.
+"""Index of a run in SQLite, so that queries take milliseconds instead of reading all files.
 
     metrics.jsonl ─────────────► points(metric, step, value)
-    rollouts/step_N/*.jsonl ───► rollouts(step, place in the file, what is filtered by) ─ texts, by three letters
+    rollouts/step_N/*.jsonl ───► rollouts(step, offset in the file, filter columns) ─ texts, by trigram
     results.jsonl of evaluations ┘
 
-An index stands in the user's cache directory, one a run, and is brought up to date with what has been added since. It
-keeps no rollout whole: those are read from their files, by where their line begins.
+Each run has one index in the user's cache directory, which is updated incrementally. Rollouts are
+not stored whole:
+they are read from their files, at the offset of their line.
 """
 
 import contextlib
@@ -48,7 +49,9 @@ def cache_directory() -> Path:
 
 
 class Index:
-    """Of one run. `update_index` is for one thread at a time; readers have connections of their own."""
+    """The index of one run. One thread at a time calls `update_index`; readers use their own
+    connections.
+    """
 
     def __init__(self, root: Path, run: Run, place: Path | None = None) -> None:
         self.root, self.run = root, run
@@ -69,7 +72,7 @@ class Index:
         return connection
 
     def _open_ready(self) -> sqlite3.Connection:
-        """Opened, with its tables; made anew where it is damaged or has another layout."""
+        """Open the database with its tables; rebuild it if it is damaged or has another layout."""
         with self._making:
             connection = self._create_database()
             self._is_made = True
@@ -99,7 +102,9 @@ class Index:
         raise sqlite3.DatabaseError(f"{self.file} cannot be written")
 
     def update_index(self, waits: bool = False) -> bool:
-        """Takes in what is new; whether there was anything. `waits`: for an update under way in another thread."""
+        """Index what is new and return True if there was anything. `waits`: wait for another
+        thread's update.
+        """
         if not self._lock.acquire(blocking=waits):
             return False
         try:
@@ -120,7 +125,7 @@ class Index:
             self._lock.release()
 
     def update_metrics(self) -> bool:
-        """Takes in new rows of metrics alone, which is quick; does nothing where an update is under way."""
+        """Index new rows of metrics only, which is fast; do nothing while another update runs."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -138,7 +143,8 @@ class Index:
         return True
 
     def _take_metrics(self, connection: sqlite3.Connection) -> None:
-        """From where it was left; from the beginning where the file is another (a resumed run writes it anew)."""
+        """Index metrics from the last offset, or from the start if the file was rewritten (resume).
+        """
         file = self.run.metrics_file
         if not is_below(self.root, file):
             return
@@ -198,7 +204,7 @@ class Index:
             self.progress = (self.progress[0] + len(some), len(there))
 
     def _take_file(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
-        """A file that grows: as one step, read anew when it has changed."""
+        """Index a growing file as one step, again whenever it has changed."""
         stamp = _file_stamp(file)
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         if stamp and known.get(step) != stamp:
@@ -229,7 +235,7 @@ class Index:
 
     @contextlib.contextmanager
     def open_reader(self) -> Iterator[sqlite3.Connection]:
-        """A connection that cannot write. An index that does not exist yet is made first."""
+        """Return a read-only connection, building the index first if needed."""
         if not self._is_made or not self.file.exists():
             self._open_ready().close()
         connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
@@ -248,8 +254,10 @@ class Index:
     def metric_series(
         self, names: list[str], since: int = -1, most: int = 2000
     ) -> dict[str, list[list[float]]]:
-        """Steps and values of metrics after step `since`; over so many steps in a row their mean, where there are more
-        than `most`."""
+        """Return steps and values of metrics after step `since`.
+
+        If there are more than `most` points, runs of consecutive steps are averaged.
+        """
         found: dict[str, list[list[float]]] = {}
         with self.open_reader() as connection:
             known: dict[str, int] = {
@@ -275,8 +283,12 @@ class Index:
     def find_rollouts(
         self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int
     ) -> dict[str, Any]:
-        """Rows that fit, and how many do. `wanted`: step_from, step_to, reward_from, reward_to, tokens_from, tokens_to,
-        env, stop, unused, group, example, text. Raises ValueError for another `sort`."""
+        """Return the matching rows and their total number.
+
+        `wanted` may have step_from, step_to, reward_from, reward_to, tokens_from, tokens_to, env,
+        stop,
+        unused, group, example and text. Raises ValueError for an unknown `sort`.
+        """
         if sort not in SORTED_BY:
             raise ValueError(f"sort {sort!r}: {', '.join(SORTED_BY)}")
         where, values = _build_where(wanted)
@@ -293,7 +305,7 @@ class Index:
         return {"total": total, "rows": [dict(row) for row in rows]}
 
     def filter_values(self) -> dict[str, list[Any]]:
-        """What rollouts can be filtered by: environments, how they ended, why they were not used, the steps."""
+        """Return the values to filter by: environments, stop reasons, reasons of non-use, steps."""
         with self.open_reader() as connection:
             found = {
                 name: [
@@ -310,7 +322,10 @@ class Index:
         return found
 
     def step_means(self) -> list[dict[str, Any]]:
-        """Of each step what its rollouts were on average, in order; `alike`: how reward goes with length (-1 to 1)."""
+        """Return averages of each step's rollouts, in order.
+
+        `alike` is the correlation of reward with length (-1 to 1).
+        """
         sql = """SELECT step, count(*) AS count, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
             avg(tokens) AS tokens, avg(truncated) AS truncated, avg(logprob) AS logprob, avg(error != '') AS failed,
             avg(reward * tokens) AS both, avg(reward * reward) AS reward2, avg(1.0 * tokens * tokens) AS tokens2
@@ -329,14 +344,14 @@ class Index:
         return found
 
     def find_row(self, number: int) -> dict[str, Any] | None:
-        """The row of a rollout."""
+        """Return the row of a rollout."""
         with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
             row = connection.execute("SELECT * FROM rollouts WHERE id = ?", (number,)).fetchone()
         return None if row is None else dict(row)
 
     def read_rollout(self, number: int) -> dict[str, Any] | None:
-        """A rollout as it was written, with its place in the index; None where it is not there any more."""
+        """Return a rollout as written, with its index row, or None if it is gone."""
         row = self.find_row(number)
         if row is None:
             return None
@@ -387,7 +402,7 @@ def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
 
 
 def _file_stamp(file: Path) -> str:
-    """Says whether a file or directory is the same as before; empty where there is none."""
+    """Return a value that changes when a file or directory changes; "" if it does not exist."""
     try:
         of = os.stat(file, follow_symlinks=False)
     except OSError:

@@ -1,12 +1,17 @@
-"""Runs that are started from the page: one at a time on this machine, the others wait; or handed to Slurm.
+"""Runs started from the dashboard: queued one at a time on this machine, or submitted to Slurm.
 
-    ROOT/.hone/jobs/NAME/   job.json (what it is, how it stands), COMMAND.toml, log.txt
+    ROOT/.hone/jobs/NAME/   job.json (definition and state), COMMAND.toml, log.txt
 
-A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in a session of its own: it goes on when
-the dashboard ends, and another dashboard finds it. To stop it is to ask it to leave a checkpoint (`hone/leaving.py`).
+A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in its own session:
+it continues when
+the dashboard ends, and another dashboard finds it. Stopping a job asks it to write a checkpoint and
+exit
+(`hone/preemption.py`).
 
-Somebody else may have written into ROOT. So job.json is signed, with what the job would run, by a key of the user
-(`signing_key`); a job without this signature is shown as foreign, and never started, signalled or removed.
+Others may be able to write into ROOT. So job.json is signed, together with what it runs, by a key
+of the user
+(`signing_key`). A job without this signature is shown as foreign, and never started, signalled or
+removed.
 """
 
 import contextlib
@@ -57,7 +62,9 @@ LOG = 64 * 1024
 
 @dataclass
 class Job:
-    """`state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to Slurm), foreign."""
+    """A job. `state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to
+    Slurm), foreign.
+    """
 
     name: str
     command: str
@@ -73,7 +80,7 @@ class Job:
 
     @property
     def run_name(self) -> str:
-        """The run that it makes, or of which it evaluates weights."""
+        """The run that the job makes, or whose weights it evaluates."""
         if self.command == "vf-eval":
             return f"{Path(self.output_dir).parents[1].as_posix()}:rl"
         return f"{self.output_dir}:{kind_of(self.command)}"
@@ -91,7 +98,7 @@ class Jobs:
         self._thread: threading.Thread | None = None
 
     def describe_lab(self) -> dict[str, Any]:
-        """What can be started, and what has been."""
+        """Return the recipes that can be started, and the jobs."""
         return {
             "commands": KINDS,
             "recipes": [name for name, _ in self._find_recipes()],
@@ -101,7 +108,7 @@ class Jobs:
         }
 
     def _find_recipes(self) -> list[tuple[str, Path]]:
-        """TOML files below the root's folders of them, and those that come with Hone."""
+        """Return TOML files in folders below the root, and those that come with Hone."""
         own = [
             file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]
         ]
@@ -116,7 +123,7 @@ class Jobs:
         ]
 
     def read_recipe(self, name: str) -> dict[str, str]:
-        """Its text, and which command it is for, as far as that shows. Raises KeyError."""
+        """Return a recipe's text and, if known, its command. Raises KeyError."""
         text = dict(self._find_recipes())[name].read_text(errors="replace")
         guess = (
             "vf-rl"
@@ -128,7 +135,7 @@ class Jobs:
         return {"toml": text, "command": guess}
 
     def check_config(self, command: str, toml: str) -> dict[str, Any]:
-        """Whether the command would take this configuration; else its message."""
+        """Validate a configuration for a command and return the error message, or ""."""
         if command not in KINDS:
             return {"ok": False, "error": f"command {command!r}: {', '.join(KINDS)}"}
         with tempfile.TemporaryDirectory() as place:
@@ -148,7 +155,7 @@ class Jobs:
     def start_run(
         self, command: str, toml: str, output_dir: str, where: str, more: str
     ) -> dict[str, Any]:
-        """Puts a run at the end of the line, or submits it. Raises ValueError."""
+        """Queue a run, or submit it to Slurm. Raises ValueError."""
         checked = self.check_config(command, toml)
         if not checked["ok"]:
             raise ValueError(checked["error"])
@@ -182,7 +189,7 @@ class Jobs:
     def start_evaluation(
         self, run: Run, weights: Path, config: dict[str, Any], examples: int
     ) -> dict[str, Any]:
-        """Puts an evaluation of a run's weights, on its own environment, at the end of the line. Raises ValueError."""
+        """Queue an evaluation of a run's weights on its own environment. Raises ValueError."""
         env = next(iter(environments_of(config)), {})
         if run.kind != "rl" or not isinstance(env.get("id"), str):
             raise ValueError(
@@ -202,15 +209,15 @@ class Jobs:
             return self._line_up(Job(name, "vf-eval", place, more=json.dumps(asked)))
 
     def stop(self, name: str) -> dict[str, Any]:
-        """Asks it to leave: it ends after its step, with a checkpoint. One that waits is taken out of the line."""
+        """Ask a job to checkpoint and exit after its step; remove it from the queue if it waits."""
         return self._signal_job(name, signal.SIGUSR1)
 
     def kill(self, name: str) -> dict[str, Any]:
-        """Ends it now; what it has done since its last checkpoint is lost."""
+        """Kill a job; work since its last checkpoint is lost."""
         return self._signal_job(name, signal.SIGTERM)
 
     def resume(self, name: str) -> dict[str, Any]:
-        """Goes on from its last checkpoint. Raises ValueError while it runs."""
+        """Resume a job from its last checkpoint. Raises ValueError while it runs."""
         with self._lock:
             job = self._get_job(name)
             if job.state in ("queued", "running"):
@@ -221,7 +228,7 @@ class Jobs:
             return self._line_up(job)
 
     def remove(self, name: str) -> dict[str, Any]:
-        """Forgets a job that has ended; its run stays."""
+        """Remove an ended job from the list; its run stays."""
         with self._lock:
             job = self._get_job(name)
             if job.state == "running":
@@ -235,7 +242,7 @@ class Jobs:
         return self._describe_job(job) | {"text": text, "start": start}
 
     def list_jobs(self) -> list[dict[str, Any]]:
-        """The newest first."""
+        """Return the jobs, newest first."""
         with self._lock:
             return [self._describe_job(job) for job in reversed(self._read_jobs())]
 
@@ -264,7 +271,7 @@ class Jobs:
         raise KeyError(name)
 
     def _is_own(self, job: Job, folder: str) -> bool:
-        """Return True for a job that a dashboard of this user has written, and nobody else has changed."""
+        """Return True if this user's dashboard wrote the job and nobody changed it."""
         is_named = (
             job.name == folder
             and re.fullmatch(rf"({'|'.join([*KINDS, 'vf-eval'])})-\d+", folder) is not None
@@ -280,7 +287,7 @@ class Jobs:
         return hmac.new(self._key, text, "sha256").hexdigest()
 
     def _as_it_stands(self, job: Job) -> Job:
-        """A job that another dashboard has started runs as long as its run shows that it does."""
+        """Return a job of another dashboard with its state, judged by its run's heartbeat."""
         if job.state == "running" and job.name not in self._processes:
             run = (
                 find_runs(self.root / job.output_dir)
@@ -319,7 +326,7 @@ class Jobs:
             return self._describe_job(job)
 
     def command_words(self, job: Job) -> list[str]:
-        """The command, as a person would type it."""
+        """Return the job's command line."""
         file = self.directory / job.name / f"{job.command}.toml"
         if job.command == "vf-eval":
             asked = json.loads(job.more)
@@ -350,11 +357,11 @@ class Jobs:
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
     def _typed_directory(self, job: Job) -> str:
-        """Its directory as a person would type it."""
+        """Return the job's directory as a user would type it."""
         return os.path.relpath(self.root / job.output_dir, self.home)
 
     def _submit_job(self, job: Job) -> None:
-        """Raises ValueError with what Slurm, or the command, says against it."""
+        """Submit a job to Slurm. Raises ValueError with the error of Slurm or of the command."""
         done = subprocess.run(
             self.command_words(job), cwd=self.home, capture_output=True, text=True, timeout=120
         )
@@ -365,7 +372,7 @@ class Jobs:
         job.state = "submitted"
 
     def _line_up(self, job: Job) -> dict[str, Any]:
-        """Writes it down, and has the line looked after."""
+        """Write a job and make sure that the queue is processed."""
         self._write_job(job)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run_queue, daemon=True)
@@ -373,7 +380,7 @@ class Jobs:
         return self._describe_job(job)
 
     def _run_queue(self) -> None:
-        """Until nothing waits or runs."""
+        """Run queued jobs until none waits or runs."""
         while True:
             with self._lock:
                 jobs = self._read_jobs()
@@ -402,7 +409,7 @@ class Jobs:
         self._write_job(job)
 
     def _note_end(self, job: Job) -> None:
-        """Takes note of it, if it has ended."""
+        """Record the end of a job if it has ended."""
         process = self._processes.get(job.name)
         if process is None or (code := process.poll()) is None:
             return
@@ -419,7 +426,7 @@ class Jobs:
 
 
 def signing_key() -> bytes:
-    """Return the key that the user's dashboards sign their jobs with; it is made where there is none."""
+    """Return the key that this user's dashboards sign jobs with, creating it if needed."""
     home = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     file = home / "hone" / "dashboard.key"
     try:
@@ -440,7 +447,7 @@ def signing_key() -> bytes:
 
 
 def kind_of(command: str) -> str:
-    """Of the run that it makes."""
+    """Return the kind of run that a command makes."""
     return "rl" if command == "vf-rl" else command
 
 

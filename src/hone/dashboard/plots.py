@@ -1,4 +1,4 @@
-"""Curves of runs as a picture: what the first page of the dashboard shows, as PNG or SVG."""
+"""Plot the curves of the dashboard's first page as PNG or SVG."""
 
 import io
 from pathlib import Path
@@ -25,7 +25,7 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def draw_curves(indexes: list[Index], form: str) -> bytes:
-    """Draw one line a run in each panel. Raises ValueError where there is nothing to draw."""
+    """Draw one line per run in each panel. Raises ValueError if there is nothing to draw."""
     from matplotlib.figure import Figure  # seconds, which only pictures need
 
     for index in indexes:

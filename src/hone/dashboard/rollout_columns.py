@@ -1,4 +1,4 @@
-"""Lines of a run's files, which may be half written or hold anything: as objects, and as the columns of the index."""
+"""Parse lines of a run's files, which may be incomplete or malformed, into columns of the index."""
 
 import json
 import math
@@ -8,7 +8,7 @@ TEXT = 4000  # characters of a rollout's end, and of its beginning, that are sea
 
 
 def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
-    """What is filtered and listed of a line of rollouts.jsonl or results.jsonl, and its text to search."""
+    """Return a rollout's columns to filter and list by, and its text to search."""
     turns = [turn for turn in _list_or_empty(row.get("turns")) if isinstance(turn, dict)]
     tokens = sum(
         len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int_or_zero(turn.get("tokens"))
@@ -40,7 +40,7 @@ def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
 
 
 def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
-    """Of the tokens that the model wrote; none where they are not known."""
+    """Return the mean logprob of the generated tokens, or None if unknown."""
     logprobs = [
         x
         for turn in turns
@@ -63,7 +63,7 @@ def _message_text(message: Any) -> str:
 
 
 def clean_text(value: Any) -> str:
-    """As text that every reader takes: lone surrogates are replaced."""
+    """Return text with lone surrogates replaced, which every reader accepts."""
     return str("" if value is None else value).encode("utf-8", "replace").decode()
 
 
@@ -80,7 +80,7 @@ def _number_or_zero(value: Any) -> float:
 
 
 def row_of(line: bytes) -> dict[str, Any]:
-    """A line that is not whole, or no object, is none."""
+    """Parse a line as a JSON object; None if it is incomplete or no object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

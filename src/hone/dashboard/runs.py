@@ -1,6 +1,6 @@
-"""The runs and evaluations below a directory: what they are, whether they are at work, how far they came.
+"""Find the runs and evaluations below a directory, with their state and progress.
 
-Nothing outside the root is read: a run is known by its place below it, found by looking, and links are not followed.
+Nothing outside the root is read. Runs are found by walking it, and links are not followed.
 """
 
 import json
@@ -41,7 +41,7 @@ FRESH = 20.0  # seconds since the last line of an evaluation that is taken to be
 
 @dataclass(frozen=True)
 class Run:
-    """`id`: its place below the root and what it is, as in `outputs/demo:rl`."""
+    """A run. `id` is its path below the root and its kind, as in `outputs/demo:rl`."""
 
     id: str
     kind: str  # rl, sft, eval
@@ -57,7 +57,7 @@ class Run:
 
 
 def find_runs(root: Path) -> dict[str, Run]:
-    """By id. Directories that cannot be read have none."""
+    """Return the runs by id. Unreadable directories are skipped."""
     found = {}
     for directory, names in _walk_directories(root, DEPTH):
         place = directory.relative_to(root).as_posix()
@@ -69,7 +69,7 @@ def find_runs(root: Path) -> dict[str, Run]:
 
 
 def _walk_directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
-    """Those below, with the names of the plain files in each."""
+    """Yield the directories below `top` with the names of their plain files."""
     try:
         entries = list(os.scandir(top))
     except OSError:
@@ -82,13 +82,15 @@ def _walk_directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
 
 
 def read_text(root: Path, file: Path, most: int = 2**20) -> str:
-    """The end of a file below the root, at most so many bytes; nothing where it is none, or a link leads out."""
+    """Return the last `most` bytes of a file below the root as text; "" if it is missing or a link
+    leads out.
+    """
     data, _ = read_end(root, file, most)
     return data
 
 
 def read_end(root: Path, file: Path, most: int) -> tuple[str, int]:
-    """With where it begins."""
+    """Return the end of a file and the offset where it begins."""
     try:
         if not is_below(root, file):
             return "", 0
@@ -101,7 +103,7 @@ def read_end(root: Path, file: Path, most: int) -> tuple[str, int]:
 
 
 def is_below(root: Path, file: Path) -> bool:
-    """Whether it is a plain file whose real place is below the root."""
+    """Return True for a plain file whose real path is below the root."""
     return file.is_file() and file.resolve().is_relative_to(root.resolve())
 
 
@@ -114,7 +116,8 @@ def read_json(root: Path, file: Path) -> dict[str, Any]:
 
 
 def config_of(root: Path, run: Run) -> dict[str, Any]:
-    """The resolved configuration, as far as it can be read. A run of several processes has one for each."""
+    """Return the resolved configuration as far as it is readable; several processes have one each.
+    """
     names = {"rl": ("orchestrator", "trainer", "rl"), "sft": ("sft",), "eval": ()}[run.kind]
     found: dict[str, Any] = {}
     for name in names:
@@ -126,7 +129,7 @@ def config_of(root: Path, run: Run) -> dict[str, Any]:
 
 
 def orchestrator_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of the orchestrator: a section of `rl`'s file, the whole of its own."""
+    """Return the orchestrator's keys: a section of `rl`'s file, or all of its own file."""
     section = config.get("orchestrator")
     return section if isinstance(section, dict) else config
 
@@ -137,7 +140,7 @@ def environments_of(config: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def component_ages(run: Run) -> dict[str, float]:
-    """Of each process that shows that it lives: seconds since it last did."""
+    """Return the seconds since the last heartbeat of each process."""
     names = [file for file in _list_directory(run.path / "alive") if not file.is_symlink()]
     if run.kind == "sft":
         names = [file for file in names if file.name.startswith("sft")]
@@ -160,12 +163,12 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _file_clock() -> float:
-    """By the clock that stamps files."""
+    """Return the time of the clock that stamps files."""
     return time.time()  # noqa: TID251
 
 
 def run_status(root: Path, run: Run, step: int, max_steps: int | None) -> str:
-    """running, silent (a process stands still, or was killed just now), done, stopped."""
+    """Return running, silent (a process hangs or was just killed), done or stopped."""
     if run.kind == "eval":
         about = read_json(root, run.manifest_file)
         if "seconds" in about:
@@ -187,7 +190,7 @@ def _file_age(file: Path) -> float | None:
 
 
 def run_age(run: Run) -> float:
-    """Seconds since the run last wrote a row, or was begun."""
+    """Return the seconds since the run wrote its last row, or since it began."""
     ages = [
         _file_age(file)
         for file in (run.metrics_file, run.manifest_file, run.path / "results.jsonl")

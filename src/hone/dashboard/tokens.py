@@ -1,4 +1,4 @@
-"""The tokens of a rollout as they can be shown: text, logprobs of both sides, what was trained on, by which version."""
+"""Tokens of a rollout for display: text, logprobs of both sides, loss mask, policy version."""
 
 import functools
 import re
@@ -16,7 +16,7 @@ WIDEST = 200  # characters of a token that are shown
 
 
 class TokenTable:
-    """Decodes by a tokenizer.json that the run has written; by none where it has not, or it cannot be read."""
+    """Decode token ids with the tokenizer.json that the run wrote, if it is readable."""
 
     def __init__(self, file: Path | None) -> None:
         self._tokenizer: Any = None
@@ -44,8 +44,10 @@ class TokenTable:
         return name_of(self._texts.bytes_of(token))[:WIDEST]
 
     def find_oddity(self, prompt: list[int]) -> str:
-        """What is odd about the tokens of a prompt: chat tokens that the tokenizer has and the prompt has not, or as
-        ordinary text, or a beginning twice; empty where nothing is."""
+        """Return what is unusual about a prompt's tokens, or "".
+
+        Cases: chat tokens that the prompt lacks or has as ordinary text, or a doubled beginning.
+        """
         if self._tokenizer is None:
             return ""
         known = {
@@ -69,8 +71,11 @@ class TokenTable:
         return ""
 
     def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
-        """The turns as the sequences that they were trained as (`orchestrator.group.samples_of`), with what the trainer
-        saw of each. `sampled`: of the model's own tokens; of others None."""
+        """Return the turns as the sequences that were trained on, with the trainer's values.
+
+        `sampled` holds logprobs of generated tokens, None for others. See
+        `orchestrator.group.samples_of`.
+        """
         sequences: list[dict[str, Any]] = []
         for turn in turns if isinstance(turns, list) else []:
             prompt, ids = turn.get("prompt_ids"), turn.get("ids")
@@ -108,7 +113,7 @@ def _load_tokens(file: Path | None, _stamp: int) -> TokenTable:
 
 
 def _find_tokenizer(root: Path, run: Run) -> tuple[Path | None, int]:
-    """A tokenizer.json of the run, and when it was written."""
+    """Return the path of the run's tokenizer.json and its modification time."""
     places = [
         run.path / "configs",
         *steps_in(run.path / "weights").values(),

@@ -1,4 +1,4 @@
-"""What the pages show of a run, made from its index and its files."""
+"""Content of the dashboard's pages, made from a run's index and files."""
 
 import threading
 from pathlib import Path
@@ -31,7 +31,7 @@ HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
 
 
 class Runs:
-    """The runs below a root, each with its index. Indexes are brought up to date when somebody looks."""
+    """The runs below a root with their indexes, which are updated when somebody looks."""
 
     def __init__(self, root: Path, cache: Path | None = None) -> None:
         self.root, self.cache = root.resolve(), cache
@@ -42,7 +42,7 @@ class Runs:
         return find_runs(self.root)
 
     def get_run(self, name: str) -> tuple[Run, Index]:
-        """Raises KeyError where there is no such run below the root."""
+        """Return a run. Raises KeyError if there is none of this name below the root."""
         with self._lock:
             index = self._indexes.get(name)
         if index is None or not index.run.manifest_file.is_file():
@@ -55,7 +55,7 @@ class Runs:
             return self._indexes.setdefault(run.id, Index(self.root, run, self.cache))
 
     def list_runs(self) -> list[dict[str, Any]]:
-        """A line for each, the newest first."""
+        """Return a row per run, newest first."""
         lines = [self.run_line(run) for run in self.find_runs().values()]
         return sorted(lines, key=lambda line: line["age"])
 
@@ -93,7 +93,8 @@ class Runs:
         return found
 
     def fork_origin(self, fork: Any) -> dict[str, Any] | None:
-        """Where a run was forked from, by its place below the root where it is there."""
+        """Return the run that this one was forked from, by its path below the root if it is there.
+        """
         if not isinstance(fork, dict):
             return None
         place = Path(str(fork.get("run")))
@@ -125,8 +126,7 @@ class Runs:
         }
 
     def update_run(self, name: str) -> bool:
-        """Takes in what a run has written since; in a thread of its own, since the first time may take a minute.
-        Returns whether that goes on."""
+        """Index what a run has written since, in a thread. Return True while that continues."""
         index = self.get_run(name)[1]
         work = threading.Thread(target=index.update_index, args=[True], daemon=True)
         work.start()
@@ -134,7 +134,7 @@ class Runs:
         return work.is_alive()
 
     def log_names(self, run: Run) -> list[str]:
-        """Names of its logs, as `orchestrator.log`."""
+        """Return the names of the run's logs, such as `orchestrator.log`."""
         places = [run.path / "logs", run.path / "runs"]
         return sorted(
             {
@@ -146,7 +146,7 @@ class Runs:
         )
 
     def read_log(self, name: str, log: str) -> dict[str, Any]:
-        """The end of one of its logs. Raises KeyError for a name that is none of them."""
+        """Return the end of a log. Raises KeyError for an unknown name."""
         run, _ = self.get_run(name)
         if log not in self.log_names(run):
             raise KeyError(log)
@@ -159,7 +159,7 @@ class Runs:
         return {"text": text, "start": start}
 
     def list_checkpoints(self, run: Run) -> list[dict[str, Any]]:
-        """Weights as model directories, and what a run resumes from."""
+        """Return the weights and the checkpoints of a run."""
         if run.kind == "eval":
             return []
         directory = RunDirectory(run.path, run.kind)
@@ -181,7 +181,7 @@ class Runs:
         ]
 
     def find_checkpoint(self, name: str, place: str) -> Path:
-        """The directory of one of its checkpoints. Raises KeyError for what is none of them."""
+        """Return the directory of a checkpoint. Raises KeyError for an unknown one."""
         run, _ = self.get_run(name)
         for one in self.list_checkpoints(run):
             if one["name"] == place:
@@ -189,7 +189,7 @@ class Runs:
         raise KeyError(place)
 
     def read_rollout(self, name: str, number: int) -> dict[str, Any] | None:
-        """A rollout whole, with its tokens as they can be shown and what the trainer saw of them."""
+        """Return a rollout with its tokens for display and the trainer's values."""
         run, index = self.get_run(name)
         found = index.read_rollout(number)
         if found is None:

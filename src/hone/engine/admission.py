@@ -1,9 +1,10 @@
-"""Admission: requests get a slot, and pages for their longest possible completion, in the order of arrival.
+"""Admission: give requests a slot and pages for their longest completion, in order of arrival.
 
-    waiting ─ plan: a slot, pages, shared prefix ─► prefilling, stretch by stretch ─► decoding (`engine.py`)
+    waiting ─ plan: a slot, pages, shared prefix ─► prefilling, in stretches ─► decoding (`engine.py`)
 
-A request whose prompt is already being prefilled for another request becomes a sibling of that one: both share the full
-pages of the prompt.
+A request whose prompt is already being prefilled for another request becomes its sibling: both
+share the full pages
+of the prompt.
 """
 
 from collections import defaultdict, deque
@@ -25,11 +26,13 @@ class Admission:
         self.without_room = 0  # so many, the first that wait, do so for lack of slots or pages; others for their turn
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Those that have no token yet."""
+        """Return the sequences without a token yet."""
         return [*chain.from_iterable((s, *s.siblings) for s in self.prefilling), *self.waiting]
 
     def plan_prefill(self, admit: bool, budget: int) -> Planned:
-        """Plans the next prefill pass, up to `budget` tokens: first the rest of started prompts, then new prompts."""
+        """Plan the next prefill pass of up to `budget` tokens: started prompts first, then new
+        ones.
+        """
         planned: Planned = []
         if not (self.prefilling or self.waiting):
             return planned
@@ -85,7 +88,9 @@ class Admission:
         return planned
 
     def split_plan(self, planned: Planned) -> list[Planned]:
-        """Splits a plan into passes, none of which reads pages that it computes; prompts with adapters go apart."""
+        """Split a plan into passes that do not read pages they compute; each adapter gets its own
+        passes.
+        """
         turns: dict[int, int] = {}  # of the pages
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
         for sequence, stretch in planned:
@@ -98,8 +103,12 @@ class Admission:
         return [parts[key] for key in sorted(parts)]
 
     def finish_prefill(self, leaders: list[Sequence]) -> None:
-        """Ends the prefill of these sequences and their siblings. They share the full pages of the prompt; the last,
-        partial page is copied for each sibling, since decoding writes to it."""
+        """Finish the prefill of these sequences and their siblings.
+
+        They share the full pages of the prompt. The last, partial page is copied for each sibling,
+        since
+        decoding writes to it.
+        """
         source, target, most = [], [], 0
         for leader in leaders:
             full, rest = divmod(len(leader.prompt_ids), self.pool.size)
@@ -113,7 +122,7 @@ class Admission:
         self.prefilling = [s for s in self.prefilling if s not in leaders]
 
     def withdraw_request(self, sequence: Sequence) -> bool:
-        """Takes back a request that has no token yet; whether there was such a one."""
+        """Remove a request that has no token yet; return True if it was one."""
         if sequence in self.waiting:
             self.without_room -= self.waiting.index(sequence) < self.without_room
             self.waiting.remove(sequence)
@@ -135,7 +144,7 @@ class Admission:
         return True
 
     def release_sequence(self, sequence: Sequence) -> None:
-        """Gives its pages and its slot back."""
+        """Free the pages and the slot of a sequence."""
         self.pool.release_pages(sequence.pages)
         self.slots.free.append(sequence.slot)
         sequence.pages, sequence.slot = [], -1

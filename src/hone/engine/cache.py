@@ -1,7 +1,8 @@
-"""Keys and values of running sequences, in pages: layers x (k, v) x pages x PAGE x K x E.
+"""KV cache in pages: layers x (k, v) x pages x PAGE x K x E.
 
-Pages, not a row a sequence: a group's prompt is then stored once, prompts that start alike share what they have in
-common, and a sequence takes up no more than its length. Kernels read pages as they lie (`kernels/decode.py`).
+With pages a group's prompt is stored once, prompts share common beginnings, and a sequence occupies
+only its
+length. Kernels read pages in place (`kernels/decode.py`).
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ class KVCache:
     def __init__(
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int
     ) -> None:
-        """Room for that many tokens."""
+        """Allocate pages for `tokens` tokens."""
         size, self.hidden_size = PAGE.get(device.type, 16), spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
         shape = (
@@ -52,7 +53,8 @@ class KVCache:
     def note_routing(
         self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
     ) -> None:
-        """After a forward of tokens with these cells, of which the last block kept some."""
+        """Record the experts of a forward pass; the last block computed only the tokens `kept_N`.
+        """
         if self.routing is None:
             return
         routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
@@ -65,7 +67,7 @@ class KVCache:
         self.routing[cells_T] = routing_TR
 
     def routing_of(self, pages: list[int], count: int) -> NDArray[np.int16] | None:
-        """Experts of the first tokens of a sequence, count x R, -1 where they are not known."""
+        """Return the experts of a sequence's first tokens, count x R, -1 where unknown."""
         if self.routing is None:
             return None
         by_page = self.routing.view(-1, self.pool.size, self.routing.shape[1])
@@ -75,7 +77,7 @@ class KVCache:
         return found
 
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
-        """The first `tokens` of each page, or all."""
+        """Copy the first `tokens` tokens of each page, or whole pages."""
         here, there = (to_device(pages, self.store.device) for pages in (source, target))
         wide = self.store.flatten(4).view(
             torch.int64
@@ -90,7 +92,7 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one new token a row to everything before it, itself included."""
+    """Attention of one new token per row over everything before it and itself."""
 
     def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
         self.cache, self.rows = cache, rows

@@ -1,4 +1,4 @@
-"""How much of a device keys and values may take, and how many sequences are then decoded together."""
+"""Choose the size of the KV cache and the number of sequences that decode together."""
 
 import logging
 from typing import TypedDict
@@ -28,10 +28,11 @@ class Room(TypedDict):
 def plan_cache(
     config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0
 ) -> Room:
-    """As configured, else as the model's device has room for sequences of `length` tokens.
+    """Return the engine's cache arguments: as configured, else by the free memory of the device.
 
-    `length` None: up to the model's own limit, or as long as there is room for. `reserved`: bytes that this process
-    will need for other things.
+    Args:
+        length: tokens of the longest sequence; None: the model's limit, or as much as fits.
+        reserved: bytes that this process needs for other things.
     """
     weight = model.embed.weight
     if not weight.is_cuda:
@@ -54,14 +55,17 @@ def plan_cache(
 
 
 def cpu_gib() -> float:
-    """What keys and values may take on a CPU where nothing is configured."""
+    """Return the default cache size on a CPU in GiB."""
     return min(CPU_GIB, machine.usable_memory() / CPU_SHARE / 2**30)
 
 
 def plan_gpu_cache(
     config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
 ) -> Room:
-    """`plan_cache` on a GPU. `of_sequence`: bytes of the longest sequence. Raises ValueError if `least` bytes do not fit."""
+    """Return `plan_cache` for a GPU. Raises ValueError if `least` bytes do not fit.
+
+    `of_sequence` is the number of bytes of the longest sequence.
+    """
     gib = config.kv_cache_gib
     if gib is None:
         gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30

@@ -1,10 +1,11 @@
-"""One token for each sequence that decodes, and the first one of each prompt: the model, then the draw.
+"""Compute one token for each decoding sequence, and the first token of each prompt.
 
     slots ─ newest tokens ─┬─ layer by layer: DecodeAttention over the cache ─ hidden states ─┬─► draw ─► slots
                            └─ packed: one call for all layers ─ logits ───────────────────────┘
 
-The engine calls it step by step, or `graphs.py` captures it once and replays it. The packed model takes several steps
-in one call, draws included, where nobody looks at logits.
+The engine calls it step by step, or `graphs.py` captures it once and replays it. The packed model
+takes several
+steps in one call, draws included, if nobody needs logits.
 """
 
 from dataclasses import replace
@@ -28,8 +29,12 @@ PACKED_STEPS = (
 
 
 class Decoder:
-    """`packed`: the model for requests without adapters on a CPU, where it is small. `stays_on_device`: whether all of
-    a step is done by kernels of the device, so that steps can be captured."""
+    """The model and the sampler of a decode step.
+
+    Attributes:
+        packed: compiled model for requests without adapters; None unless the model is small and on a CPU.
+        stays_on_device: True if a step needs no host work, so that CUDA graphs can capture it.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
         self.model, self.cache, self.slots = model, cache, slots
@@ -38,7 +43,7 @@ class Decoder:
         self.stays_on_device = model.stays_on_device
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
-        """How many steps `decode_step` takes in one call."""
+        """Return how many steps `decode_step` takes in one call."""
         return (
             PACKED_STEPS
             if self.packed is not None and not has_adapters and kind == TokenSampler.PLAIN
@@ -48,8 +53,10 @@ class Decoder:
     def decode_step(
         self, B: int, kind: int, has_adapters: bool, rows: DecodeRows, steps: int = 1
     ) -> Tensor | None:
-        """One token for the first B active slots, or `steps` of them where `at_once` allows it; returns the logits, if
-        the kind asks for them."""
+        """Decode one token for the first B active slots, or `steps` of them as `at_once` allows.
+
+        Returns the logits, if the kind needs them.
+        """
         active_B, state = rows.active_B[:B], self.slots.state
         rows = replace(rows, active_B=active_B, state=state)
         if self.packed is not None and not has_adapters:
@@ -84,8 +91,10 @@ class Decoder:
     def draw_tokens(
         self, result_BD: Tensor, active_B: Tensor, kind: int, advance: bool, is_logits: bool = False
     ) -> Tensor | None:
-        """A token for each of these slots, from hidden states or logits; returns the logits where there was a need to
-        have them."""
+        """Draw a token for each of these slots, from hidden states or logits.
+
+        Returns the logits, if they were needed.
+        """
         weight_VD = self.model.head_weight_VD
         is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head")
         if not is_logits and is_plain and gpu.takes_head(result_BD):

@@ -1,13 +1,17 @@
 """The engine: token ids in, token ids and logprobs out, with continuous batching.
 
-    add ─► waiting ─ plan: pages, a slot ─► prefill, a budget of tokens a pass ─► decoding ─┐
+    add ─► waiting ─ plan: pages, a slot ─► prefill, a budget of tokens per pass ─► decoding ─┐
                                                                                  ▲          ▼
-        handed to `on_finish`, slot and pages free ◄── look: who is done? ◄──────┴── some decode steps
+        passed to `on_finish`, slot and pages freed ◄── look: which are done? ◄──┴── some decode steps
 
-Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop tests run on the
-device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and the host examines the results of the
-previous window while the current one runs, so that the device never waits for the host; a small model on a CPU takes
-them in one compiled call (`packed.py`). Requests are admitted in the order of arrival, and the pages of their longest
+Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop
+tests run on the
+device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and the host examines
+the results of the
+previous window while the current one runs, so that the device never waits for the host. A small
+model on a CPU takes
+them in one compiled call (`packed_model.py`). Requests are admitted in order of arrival, and the
+pages of their longest
 completion are reserved then, so that no admitted sequence waits for another.
 """
 
@@ -67,7 +71,7 @@ class _Look:
     snapshot: Snapshot
 
     def running_indices(self, indices: Iterable[int]) -> list[int]:
-        """Those of these that have not ended since."""
+        """Return those of these indices whose sequences have not ended since."""
         return [i for i in indices if self.sequences[i].slot == self.slots[i]]
 
 
@@ -76,7 +80,7 @@ def _slots_of(sequences: list[Sequence]) -> NDArray[np.int64]:
 
 
 class Engine:
-    """Generation over the trainer's own model.
+    """Generate completions with the trainer's own model.
 
     Not thread-safe: one thread owns it (see `inference/engine_service.py`).
     """
@@ -92,9 +96,12 @@ class Engine:
         version: int = 0,
         stand_in: bool = False,
     ) -> None:
-        """`stand_in`: whether CUDA graphs of larger work may do smaller work
-        (`kernels/cuda_graphs.py`), for requests that
-        are computed together as their timing has it anyway."""
+        """Set up an engine without requests.
+
+        With `stand_in`, CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`);
+        which
+        requests are computed together then depends on timing.
+        """
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
@@ -153,7 +160,7 @@ class Engine:
         self._has_deadlines = False
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
-        """An engine like this one, without requests, over another model."""
+        """Return an engine with the same settings over another model, without requests."""
         own = model.spec.max_position_embeddings
         limit = None if self.configured_len is None else min(self.configured_len, own)
         return Engine(
@@ -169,10 +176,11 @@ class Engine:
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
-        """Queues a request; max_tokens is cut to what fits.
+        """Queue a request. max_tokens is reduced to what fits.
 
-        Raises ContextFull for a prompt that leaves no room, ValueError for an empty one, for tokens that the model has
-        not, and for an adapter that is not loaded.
+        Raises ContextFull for a prompt that leaves no room, and ValueError for an empty prompt,
+        unknown token
+        ids, or an adapter that is not loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
@@ -199,7 +207,7 @@ class Engine:
         return sequence
 
     def abort_request(self, sequence: Sequence, reason: str = "abort") -> None:
-        """Ends a request now; it finishes with what it has."""
+        """End a request now with the tokens it has."""
         if sequence in self.decoding:
             self._process_results()
             if sequence in self.decoding:
@@ -211,7 +219,9 @@ class Engine:
             self._hand_over(sequence, 0, reason)
 
     def named_progress(self, known: dict[str, int]) -> dict[str, Completion]:
-        """New tokens of the named requests that are decoding: those after the first `known[name]` tokens."""
+        """Return new tokens of named requests that are decoding, after the first `known[name]`
+        tokens.
+        """
         self._process_results()
         wanted = [s for s in self.decoding if s.request.name in known]
         if not wanted:
@@ -231,14 +241,14 @@ class Engine:
             self.abort_request(sequence)
 
     def reset(self) -> None:
-        """Drops all requests without calling their `on_finish`, and clears the state that a failed step left behind."""
+        """Drop all requests without calling `on_finish`, and clear the state of a failed step."""
         self.admission.clear_all()
         self.pool.clear_pages()
         self.slots.clear_slots()
         self.decoding, self._has_changed, self._under_way = [], True, None
 
     def live_sequences(self) -> list[Sequence]:
-        """All requests that have not ended."""
+        """Return the requests that have not ended."""
         return [*self.decoding, *self.admission.waiting_sequences()]
 
     @property
@@ -250,7 +260,9 @@ class Engine:
         return not (self.decoding or self.admission.waiting or self.admission.prefilling)
 
     def set_version(self, version: int) -> None:
-        """Names the weights that the next tokens come from. Prompts computed with the old ones are not used again."""
+        """Set the policy version of the next tokens; cached prompts of older weights are not
+        reused.
+        """
         self.version = version
         if self.packed is not None:
             self.packed.is_stale = True
@@ -261,7 +273,7 @@ class Engine:
             sequence.versions.append((self._generated_count(sequence), version))
 
     def generate(self, requests: list[GenerateRequest]) -> list[Completion]:
-        """Completions of the requests, in their order; runs until all are done."""
+        """Return the completions of the requests, in order, once all are done."""
         done: dict[int, Completion] = {}
         for i, request in enumerate(requests):
             self.add(request, lambda completion, i=i: done.__setitem__(i, completion))  # type: ignore[misc]
@@ -270,9 +282,9 @@ class Engine:
         return [done[i] for i in range(len(requests))]
 
     def load_adapter(self, name: str, directory: Path) -> None:
-        """Takes a LoRA adapter in peft's format, for requests that name it, instead of one that had the name before.
+        """Load or replace a LoRA adapter in peft's format under a name that requests use.
 
-        Requests under way go on with it, as they do with new weights. Raises ValueError for what does not fit.
+        Running requests continue with it. Raises ValueError for an adapter that does not fit.
         """
         if any(lora_modules(self.model)):
             raise ValueError(
@@ -283,7 +295,7 @@ class Engine:
         self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:
-        """Raises ValueError where there is none of that name or requests of it are under way."""
+        """Unload an adapter. Raises ValueError if it is unknown or in use."""
         number = self.adapters.number_of(name)
         if any(s.adapter == number for s in self.live_sequences()):
             raise ValueError(f"adapter {name!r} has requests under way")
@@ -291,7 +303,7 @@ class Engine:
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """After tensors that graphs read were replaced."""
+        """Discard captured graphs after tensors that they read were replaced."""
         if self.captured is not None:
             self.captured.clear()
 
@@ -299,7 +311,7 @@ class Engine:
 
     @torch.no_grad()
     def step(self, admit: bool = True) -> None:
-        """Admits and prefills as far as there is room, then decodes once, or a window of steps on a GPU."""
+        """Admit and prefill what fits, then decode once, or a window of steps on a GPU."""
         if self._has_deadlines:
             for sequence in [s for s in self.live_sequences() if s.is_late]:
                 self.abort_request(sequence, "timeout")
@@ -314,7 +326,8 @@ class Engine:
             self._run_decode()
 
     def _run_prefill(self, planned: Planned) -> None:
-        """Computes the keys and values of these stretches, and the first token of every prompt they complete."""
+        """Compute keys and values of these stretches, and the first token of each finished prompt.
+        """
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
             end += stretch.end - stretch.start
@@ -387,7 +400,7 @@ class Engine:
             self._process_results()
 
     def _next_turn(self) -> "_Turn":
-        """What holds until sequences come or go; tells the device who decodes."""
+        """Collect the facts of the decoding batch and send them to the device."""
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (
             self.max_batch_size - len(self.decoding)
         )
@@ -423,18 +436,20 @@ class Engine:
             sequences[i].alternatives.append(row[: sequences[i].request.sampling.top_logprobs])
 
     def _generated_count(self, sequence: Sequence) -> int:
-        """Tokens generated for a sequence that decodes."""
+        """Return the number of generated tokens of a decoding sequence."""
         return 1 + self.steps - sequence.first_step
 
     def _process_results(self) -> None:
-        """Looks at all that has been computed."""
+        """Process all pending looks."""
         if self._under_way is not None:
             look, self._under_way = self._under_way, None
             self._process_look(look)
 
     def _process_look(self, look: _Look) -> None:
-        """Finishes the sequences that are done, and the `watched` ones whose stop condition (`request.ends`) is met;
-        tells the sampler what those may draw next that are told token by token (`request.allows`)."""
+        """Finish sequences that are done or whose stop condition (`request.ends`) is met.
+
+        Sequences with `request.allows` get the tokens they may draw next.
+        """
         state, sequences = look.snapshot.on_host(), look.sequences
         ended = state[look.slots, column.DONE]
         done, watched = (
@@ -460,7 +475,9 @@ class Engine:
             )
 
     def _read_ahead(self, look: _Look) -> None:
-        """Reads what sequences that go on had by then, and remembers their pages, so that the end is quick."""
+        """Copy the tokens of running sequences to the host and cache their pages, so that the end
+        is quick.
+        """
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
         going = [(look.sequences[i], counts[i]) for i in look.running_indices(range(len(counts)))]
         self._read_tokens(going, look.snapshot)
@@ -468,8 +485,9 @@ class Engine:
             self._remember_pages(sequence)
 
     def _read_tokens(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
-        """Brings the first tokens of these, so many of each and no more than there were at the snapshot, to the host,
-        if they are not there."""
+        """Copy the first tokens of these sequences to the host, up to the snapshot, unless they are
+        there.
+        """
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
             return
@@ -483,7 +501,7 @@ class Engine:
             s.logprobs += values[new]
 
     def _remember_pages(self, sequence: Sequence) -> None:
-        """Lets others use the full pages of what the host has read. The newest token has no key yet."""
+        """Make the full pages available as a prefix; the newest token has no key yet."""
         full = (len(sequence.prompt_ids) + len(sequence.ids) - 1) // self.pool.size
         if sequence.is_of_one_policy and full > sequence.remembered:
             self.pool.remember_pages(
@@ -492,7 +510,7 @@ class Engine:
             sequence.remembered = full
 
     def _finish_sequences(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
-        """Hands over sequences that decode, with so many tokens, for that reason."""
+        """Finish decoding sequences with the given numbers of tokens and reasons."""
         self._read_tokens([(s, n) for s, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]

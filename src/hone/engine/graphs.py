@@ -1,11 +1,17 @@
-"""Decode steps as CUDA graphs: one launch a step instead of up to 280, and several steps before the host looks.
+"""Decode steps as CUDA graphs: one launch per step instead of up to 280, several steps per host
+check.
 
-A graph is for a number of rows (padded with the spare slot), a kind of sampling, with or without adapters, and a way to
-read the cache: alone or with the pages that groups share, each sequence in one piece or divided, for long sequences or
-short ones. It is captured when it is first needed. To a server requests come one by one, so that any number of rows may
-be needed for a few steps: there a graph of more rows stands in (but for shared pages), until its spare rows would have
-paid for the right one, and a few numbers are captured at the start (`rehearsal.py`). All that changes between replays
-(who is active, pages, lengths) stands in tensors that stay where they are. So do the weights.
+A graph has a number of rows (padded with the spare slot), a kind of sampling, adapters or none, and
+a way to read the
+cache: with or without shared pages, each sequence whole or divided, for long or short sequences. It
+is captured on
+first use. A server's requests arrive one by one, so any number of rows may be needed for a few
+steps: there a graph
+with more rows stands in (except for shared pages) until its spare rows have cost as much as a
+capture, and some sizes
+are captured at the start (`warm_up.py`). All that changes between replays (active slots, pages,
+lengths) is in tensors
+at fixed addresses, as are the weights.
 """
 
 from __future__ import annotations
@@ -53,12 +59,13 @@ class Key(NamedTuple):
     is_long: bool
 
     def is_like(self, other: Key) -> bool:
-        """But for the rows."""
+        """Return True if the keys differ in nothing but rows."""
         return self[1:] == other[1:]
 
 
 def pad_rows(rows: int) -> int:
-    """The number of rows that is captured: powers of 2 up to 16, then multiples of 8, of 16, of 32."""
+    """Return the number of rows to capture: powers of 2 up to 16, then multiples of 8, 16 and 32.
+    """
     if rows <= 16:
         return gpu.power_of_2(rows)
     step = 8 if rows <= 64 else 16 if rows <= 256 else 32
@@ -66,7 +73,7 @@ def pad_rows(rows: int) -> int:
 
 
 class DecodeGraphs:
-    """`most_rows`: as many as decode at once at most."""
+    """Captured decode steps. `most_rows` is the largest number of sequences that decode at once."""
 
     def __init__(self, decoder: Decoder, captured: Captured, most_rows: int) -> None:
         self.decoder, self.captured, self.most_rows = decoder, captured, most_rows
@@ -81,9 +88,11 @@ class DecodeGraphs:
     def set_batch(
         self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int
     ) -> None:
-        """From now on these sequences decode, which are the active slots; `step`: of the engine, so far.
+        """Set the sequences that decode from now on, which are the active slots, at engine step
+        `step`.
 
-        To be told again from step `looks_again` on: the best way to read what they do not share depends on its length.
+        Call it again from step `looks_again` on, since the best way to read the cache depends on
+        lengths.
         """
         # In the middle of the steps until it is told again:
         lengths = [len(s.prompt_ids) + step - s.first_step + SOON / 2 for s in sequences]
@@ -105,13 +114,13 @@ class DecodeGraphs:
             self._write_plan(self.key, plan, sequences)
 
     def run_steps(self, steps: int) -> Tensor | None:
-        """That many decode steps; returns the logits of the last, if the kind asks for them."""
+        """Run `steps` decode steps; return the logits of the last if the kind needs them."""
         assert self.key is not None
         logits: Tensor | None = self.captured.replay(self._choose_graph(self.key, steps), steps)
         return logits
 
     def _choose_graph(self, key: Key, steps: int) -> Key:
-        """Of the graph that does this: its own, or the next larger one."""
+        """Return the key of the graph to run: the exact one or the next larger."""
         if key in self.captured:
             return key
         larger = [
@@ -127,8 +136,10 @@ class DecodeGraphs:
         return key
 
     def _shared_ranges(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
-        """Page ranges (first, end) and the batch rows that share them: groups with the same full pages of the prompt.
-        Empty where sharing would save little."""
+        """Return page ranges (first, end) and the batch rows that share them.
+
+        Rows share the full pages of their prompt. Empty if sharing would save little.
+        """
         from hone.kernels.gpu.decode import MEMBERS
 
         if numerics.keeps_order(
@@ -159,8 +170,10 @@ class DecodeGraphs:
         ]
 
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
-        """Whether sequences that share nothing are read by blocks for long ones. The longest decides, since a step ends
-        when its block has."""
+        """Return True if unshared sequences are read by the blocks for long ones.
+
+        The longest sequence decides, since a step ends with its block.
+        """
         from hone.kernels.gpu.decode_attention import matters_length
 
         spec = self.decoder.model.spec
@@ -169,15 +182,14 @@ class DecodeGraphs:
         return parts == 0 and longest > LONG and matters_length(*shape)
 
     def _choose_parts(self, rows: int, mean: float) -> int:
-        """Into how many parts each sequence is divided: blocks then read it in parallel, on multiprocessors that would
-        otherwise be idle."""
+        """Return into how many parts each sequence is divided, to use idle multiprocessors."""
         if numerics.keeps_order("attention"):
             return 0
         most = min(gpu.processors() / (rows * self.heads), mean / PART)
         return next((parts for parts in PARTS if parts <= most), 0)
 
     def shared_by(self, key: Key) -> Shared | None:
-        """Room for what sequences share, for graphs of this key."""
+        """Return the buffers for shared pages of graphs with this key."""
         from hone.kernels.gpu.decode import Shared
 
         if not key.stretches:
@@ -195,7 +207,7 @@ class DecodeGraphs:
         return self.shared[key.stretches, key.parts]
 
     def rows_by(self, key: Key) -> DecodeRows:
-        """All slots, as graphs of this key read them."""
+        """Return all slots as graphs of this key read them."""
         from hone.kernels.gpu.decode_attention import Divided
 
         slots, divided = (
@@ -209,7 +221,7 @@ class DecodeGraphs:
     def _write_plan(
         self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]
     ) -> None:
-        """Tells the kernels who shares what."""
+        """Write which rows share which pages for the kernels."""
         from hone.kernels.gpu.decode import MEMBERS
 
         device, shared = self.slots.device, self.shared_by(key)
@@ -231,7 +243,7 @@ class DecodeGraphs:
         self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
     def capture_graph(self, key: Key) -> None:
-        """The graph of this key, while no window of steps is being decoded."""
+        """Capture the graph of this key, while no window of steps is running."""
         slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
         rows, active = self.rows_by(key), slots.active.clone()
         slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone

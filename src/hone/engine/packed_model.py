@@ -1,6 +1,8 @@
-"""A small model on the CPU: one compiled call for all layers (`kernels/cpu/whole_model.py`), over packed weights.
+"""A small model on the CPU: one compiled call for all layers (`kernels/cpu/whole_model.py`), over
+packed weights.
 
-Its twin is `Transformer` with DecodeAttention and PrefillAttention, which computes wherever this does not.
+Its reference is `Transformer` with DecodeAttention and PrefillAttention, which is used everywhere
+else.
 """
 
 import time
@@ -24,10 +26,11 @@ NO_DRAWS = (0,) * 10  # in place of what `layers.run` needs to draw
 
 
 class Quickest:
-    """Of some ways to the same numbers the one that takes the least time here, found while they are used.
+    """Choose the fastest of several equivalent ways by timing them in use.
 
-    All are tried there and back, twice, so that work which grows from call to call favours none; then the best is kept
-    for a while, and they are tried again.
+    All are tried there and back, twice, so that work that grows from call to call favours none. The
+    best
+    is used for a while, then all are tried again.
     """
 
     KEPT = 100  # calls
@@ -39,11 +42,11 @@ class Quickest:
         self._calls, self._best = 0, 0
 
     def choose_way(self) -> int:
-        """The way to go now; `record_time` is to be told of it."""
+        """Return the way to use now; report its time with `record_time`."""
         return self._trial[self._calls] if self._calls < len(self._trial) else self._best
 
     def record_time(self, seconds: float) -> None:
-        """Of each piece of the work."""
+        """Record the seconds that a piece of work took."""
         if self._calls < len(self._trial):
             self._times[self.choose_way()].append(seconds)
         self._calls += 1
@@ -57,7 +60,9 @@ class Quickest:
 
 
 class PackedModel:
-    """Packs again when weights have changed: when torch has counted a change in place, or when told so."""
+    """A packed copy of a model. It is packed again when torch counts an in-place change, or on
+    request.
+    """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
         self.model, self.cache = model, cache
@@ -89,7 +94,7 @@ class PackedModel:
         )
 
     def decode_rows(self, rows: DecodeRows) -> Tensor:
-        """Logits B x V after the newest token of each active row; its keys and values go into the cache."""
+        """Return logits B x V after the newest token of each active row, and update the cache."""
         active, B = rows.active_B.numpy(), rows.active_B.shape[0]
         state, tokens = (
             rows.state.numpy(),
@@ -104,7 +109,7 @@ class PackedModel:
         return self._run_kernel(tokens, _task_bounds(B), rows.table, B)
 
     def decode_steps(self, rows: DecodeRows, number: int, slots: Slots) -> None:
-        """So many tokens for each active row, drawn without penalties or filters; fewer for one that is done."""
+        """Decode up to `number` tokens for each active row, drawn without penalties or filters."""
         B, threads = len(rows.active_B), torch.get_num_threads()
         room = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
         counts = rows.state.numpy()[:, row_state.COUNT]
@@ -133,9 +138,9 @@ class PackedModel:
             )
 
     def prefill_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
-        """Logits of the tokens `kept`, of all stretches end to end; keys and values of all go into the cache.
+        """Return logits of the tokens `kept` (indices over all stretches), and update the cache.
 
-        No stretch may need what another one computes.
+        No stretch may depend on what another one computes.
         """
         lengths = np.array([s.end - s.start for s in stretches])
         ends = np.cumsum(lengths)
@@ -167,7 +172,9 @@ class PackedModel:
         steps: int = 0,
         *drawing: int,
     ) -> Tensor:
-        """`count` rows of logits; with steps what `layers.run` takes after them."""
+        """Return `count` rows of logits; with `steps`, pass what `whole_model.run` takes after
+        them.
+        """
         self._follow_weights()
         model, spec, weight = self.model, self.model.spec, self.model.embed.weight
         out = weight.new_empty(count, spec.vocab_size)
@@ -241,8 +248,9 @@ class PackedModel:
 
 
 def _task_bounds(B: int) -> NDArray[np.int64]:
-    """Where the rows of each task begin, and the end. As many tasks for each thread, of like size: threads share them
-    out by their number."""
+    """Return where the rows of each task begin, and the end: equal numbers of similar tasks per
+    thread.
+    """
     threads, ROWS = torch.get_num_threads(), load_layer_kernels().ROWS
     tasks = threads * -(-B // (threads * load_layer_kernels().BLOCK))
     block = -(-B // (tasks * ROWS)) * ROWS
@@ -250,7 +258,7 @@ def _task_bounds(B: int) -> NDArray[np.int64]:
 
 
 def load_layer_kernels() -> Any:
-    """Import the compiled kernels; this takes a second."""
+    """Import the compiled kernels, which takes a second."""
     from hone.kernels.cpu import whole_model
 
     return whole_model

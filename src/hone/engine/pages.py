@@ -1,9 +1,11 @@
-"""Which page of the cache belongs to whom: pages are counted, shared, kept for reuse and handed out again.
+"""Page allocation of the KV cache: reference counts, prefix sharing and reuse.
 
-A page holds the keys and values of PAGE tokens in a row. Full pages of prompts and of what followed them are remembered
-by their tokens and the page before them, so that a request that starts with the same tokens shares them. Pages that no
-sequence uses are kept until room is needed; the longest unused go first. Pages of one adapter are never shared with
-another, and none are shared across versions of the weights (`forget_prefixes`).
+A page holds the keys and values of PAGE consecutive tokens. Full pages are found again by their
+tokens and the page
+before them, so that requests with the same beginning share them. Unused pages are kept until room
+is needed, the
+least recently used go first. Pages are never shared between adapters or versions of the weights
+(`forget_prefixes`).
 """
 
 from collections import OrderedDict
@@ -16,7 +18,7 @@ Key = tuple[
 
 
 class PagePool:
-    """Pages 1 … pages - 1; page 0 is for writing what nobody reads."""
+    """Pages 1 to pages - 1. Page 0 is a write target that nobody reads."""
 
     def __init__(self, pages: int, size: int) -> None:
         self.size, self.pages = size, pages
@@ -24,7 +26,7 @@ class PagePool:
         self.clear_pages()
 
     def clear_pages(self) -> None:
-        """All pages are free, and none is known."""
+        """Free all pages and forget all prefixes."""
         self.free = list(range(self.pages - 1, 0, -1))
         self.users = [0] * self.pages
         self._known: dict[
@@ -37,14 +39,16 @@ class PagePool:
 
     @property
     def available_count(self) -> int:
-        """Pages that can be taken."""
+        """Return the number of pages that can be taken."""
         return len(self.free) + len(self._idle)
 
     def pages_needed(self, tokens: int) -> int:
         return -(-tokens // self.size)
 
     def match_prefix(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
-        """Remembered pages that hold the start of these tokens, short of the last one: its logits are wanted."""
+        """Return cached pages that hold the start of `ids`, without the last token, whose logits
+        are needed.
+        """
         pages: list[int] = []
         chain = -adapter
         for start in range(0, len(ids) - self.size, self.size):
@@ -56,11 +60,11 @@ class PagePool:
         return pages
 
     def idle_among(self, pages: list[int]) -> int:
-        """How many of these pages nobody uses: sharing them makes them unavailable to others."""
+        """Return how many of these pages are unused; sharing them reduces the available ones."""
         return sum(page in self._idle for page in pages)
 
     def take_pages(self, number: int) -> list[int]:
-        """That many pages, each with one user. There must be as many available."""
+        """Take `number` available pages, with one user each."""
         pages = []
         for _ in range(number):
             if not self.free:
@@ -87,7 +91,7 @@ class PagePool:
                     self.free.append(page)
 
     def remember_pages(self, ids: Sequence[int], pages: list[int], adapter: int = 0) -> None:
-        """The full pages among these hold these tokens."""
+        """Register the full pages of these tokens for prefix sharing."""
         chain = -adapter
         for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
             key = (chain, tuple(ids[start : start + self.size]))
@@ -101,7 +105,7 @@ class PagePool:
             chain = self._known[key][1]
 
     def forget_prefixes(self) -> None:
-        """No page is found again; those in use stay with their users."""
+        """Forget all prefixes; pages in use stay with their users."""
         self.free += reversed(self._idle)
         self._known.clear()
         self._key_of.clear()

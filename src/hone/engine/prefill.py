@@ -1,11 +1,13 @@
-"""Prompts through the model: stretches of them, end to end, in one pass.
+"""Prefill: compute stretches of prompts, end to end, in one pass.
 
-    stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the rows that are kept
+    stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
                                           └─ as one CUDA graph ───┘
 
-Launching the kernels of a pass takes the host as long as some 4,000 tokens take an H200 (0.6B parameters). So on a GPU
-passes over whole prompts become graphs when their shape, rounded up, comes for the second time. Where the graph of a
-larger pass may stand in, it does so until the tokens that it had too many would have hidden the launches of a pass.
+Launching the kernels of a pass takes the host as long as about 4,000 tokens take an H200 (0.6B
+parameters). So on a
+GPU a pass over whole prompts becomes a graph when its rounded shape occurs for the second time. A
+larger pass's graph
+stands in until its padding has cost as much as launching.
 """
 
 from collections.abc import Callable
@@ -34,7 +36,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens start … end of a prompt, to be computed in one pass; those before are in the cache."""
+    """Tokens start to end of a prompt, computed in one pass; earlier ones are in the cache."""
 
     ids: list[int]
     pages: list[int]
@@ -44,7 +46,7 @@ class Stretch:
 
 
 class Prefill:
-    """`captured`: where its graphs go; None where there are none."""
+    """Prefill passes of an engine. `captured` holds their CUDA graphs, or is None."""
 
     def __init__(
         self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None
@@ -61,7 +63,7 @@ class Prefill:
         self.seen: set[Shape] = set()
 
     def run_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
-        """Computes keys and values of these stretches; hidden states of the rows `kept`, of all laid end to end."""
+        """Compute keys and values of the stretches; return hidden states of the rows `kept`."""
         size = self.cache.pool.size
         lengths, before = [s.end - s.start for s in stretches], [s.start for s in stretches]
         positions, cells = _token_places(stretches, before, size)
@@ -91,7 +93,7 @@ class Prefill:
         return hidden_PD
 
     def capture_graph(self, shape: "Shape") -> None:
-        """The graph of this shape, where there are graphs."""
+        """Capture the graph of this shape, if graphs are used."""
         assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
         attention = PrefillAttention(
@@ -108,7 +110,7 @@ class Prefill:
         self.captured.capture(shape, forward)
 
     def _choose_graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
-        """Of the graph that does this pass, if one does: its own, or a larger one."""
+        """Return the shape of the graph to use, exact or larger, or None."""
         if shape in captured:
             return shape
         others = captured if captured.stand_in else ()
@@ -127,7 +129,7 @@ class Prefill:
     def _build_attention(
         self, stretches: list[Stretch], lengths: list[int], before: list[int]
     ) -> Mix:
-        """How the stretches see what is theirs and, in the cache, what is before them."""
+        """Build the attention of the stretches over themselves and their cached prefixes."""
         if not any(before):
             fresh = PackedAttention(lengths, self.device)
             return lambda q, k, v, keys, values: fresh.attend(q, k, v)
@@ -140,7 +142,7 @@ class Prefill:
 
 
 class Shape(NamedTuple):
-    """Of a pass, rounded up: its tokens, its prompts, the longest of them."""
+    """Rounded shape of a pass: tokens, prompts, and the longest prompt."""
 
     tokens: int
     prompts: int
@@ -159,8 +161,9 @@ class Shape(NamedTuple):
 
 
 class _Inputs:
-    """The tensors that a captured pass of one shape reads. Padding tokens belong to no prompt and write to a spare
-    page."""
+    """Input tensors of a captured pass. Padding tokens belong to no prompt and write to a spare
+    page.
+    """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
@@ -196,7 +199,7 @@ class _Inputs:
 def _token_places(
     stretches: list[Stretch], starts: list[int], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions of the tokens from each start to the stretch's end, end to end, and their cells in the cache."""
+    """Return positions and cache cells of the stretches' tokens, end to end."""
     lengths = np.array([s.end - start for s, start in zip(stretches, starts, strict=True)])
     pages = [s.pages[: -(-s.end // size)] for s in stretches]
     before_T = np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
@@ -211,9 +214,10 @@ def _token_places(
 
 
 class PrefillAttention:
-    """Attention of stretches of prompts, end to end; their keys and values go into the cache.
+    """Attention of prompt stretches laid end to end, which writes keys and values to the cache.
 
-    `mix` does it, from q, k and v of the stretches and all cells of a layer: keys and values, cells x K x E.
+    `mix` computes it from q, k and v of the stretches and all cells of a layer (keys and values,
+    cells x K x E).
     """
 
     def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:

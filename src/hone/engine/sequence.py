@@ -1,4 +1,4 @@
-"""A request on its way through the engine."""
+"""State of a request in the engine."""
 
 import base64
 import time
@@ -13,7 +13,7 @@ from hone.records import Completion, GenerateRequest
 
 @dataclass(eq=False)
 class Sequence:
-    """`versions` are the policy versions of its tokens, as (first token, version)."""
+    """A request in the engine. `versions` holds (first token, policy version) pairs."""
 
     request: GenerateRequest
     on_finish: Callable[[Completion], None]
@@ -45,12 +45,12 @@ class Sequence:
 
     @property
     def is_watched(self) -> bool:
-        """Whether the host looks at every token: something of its own says what may come next, or what is the end."""
+        """Return True if the host must examine every token, for a mask or a stop condition."""
         return self.request.ends is not None or self.request.allows is not None
 
     @property
     def prefix_key(self) -> tuple[int, tuple[int, ...]]:
-        """Identifies the keys and values of the prompt: requests with the same adapter and prompt can share them."""
+        """Return the key of the prompt's cache entries: the adapter and the prompt."""
         return self.adapter, tuple(self.request.prompt_ids)
 
     @property
@@ -58,7 +58,7 @@ class Sequence:
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def build_completion(self, count: int, reason: str) -> Completion:
-        """Its first `count` tokens, which the host has read."""
+        """Build the completion of the first `count` tokens, which the host has read."""
         ends = [*(start for start, _ in self.versions[1:]), count]
         versions: list[int] = []
         for (_, version), end in zip(self.versions, ends, strict=False):

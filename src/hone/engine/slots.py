@@ -1,7 +1,8 @@
-"""What the device knows of running sequences: a slot each, from admission to the end.
+"""Device state of running sequences: one slot each, from admission to the end.
 
-Slots do not move; `active` lists those that decode. A step reads and writes them on the device alone, so that several
-steps run before the host looks (`kernels/row_state.py` has the columns).
+Slots do not move; `active` lists those that decode. A step reads and writes them on the device
+only, so that several
+steps run before the host looks (`kernels/row_state.py` defines the columns).
 """
 
 import math
@@ -31,7 +32,9 @@ PARAMETERS = attrgetter(
 
 
 class Slots:
-    """Slot `count` is spare: what is written there is read by nobody. `pages`: most pages of a sequence."""
+    """State of `count` sequences and one spare slot that nobody reads. `pages`: most pages per
+    sequence.
+    """
 
     def __init__(
         self, count: int, capacity: int, pages: int, stops: int, device: torch.device
@@ -54,11 +57,11 @@ class Slots:
         self.reader = torch.cuda.Stream() if device.type == "cuda" else None
 
     def clear_slots(self) -> None:
-        """All are free."""
+        """Free all slots."""
         self.free = list(range(self.count - 1, -1, -1))
 
     def fill_slots(self, sequences: list[Sequence]) -> None:
-        """Sets the slots of these sequences to their start."""
+        """Initialize the slots of these sequences."""
         index = to_device([s.slot for s in sequences], self.device)
         most = min(
             max(len(s.pages) for s in sequences) + 1, self.table.shape[1]
@@ -86,12 +89,13 @@ class Slots:
             target.index_copy_(0, index, to_device(values, self.device))
 
     def take_snapshot(self) -> "Snapshot":
-        """Starts copying the state to the host, as it is after all work launched so far; a CPU needs no copy."""
+        """Start copying the state to the host, as of the work launched so far; no copy on a CPU."""
         (state,), arrival = started_to_host([self.state])
         return Snapshot(state, arrival)
 
     def widen_stops(self, number: int) -> bool:
-        """Makes room for that many stop tokens a sequence; whether the tensor is a new one."""
+        """Make room for `number` stop tokens per sequence; return True if the tensor was replaced.
+        """
         if number <= self.stops.shape[1]:
             return False
         wider = torch.full((len(self.stops), 2 * number), -1, dtype=torch.int64, device=self.device)
@@ -102,10 +106,11 @@ class Slots:
     def generated_tokens(
         self, slots: list[int], first: int, end: int, snapshot: "Snapshot"
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens `first` to `end`, that one excluded, and their logprobs of these slots, of what there was at the
-        snapshot; logprobs with as many digits as a float32 has, or texts of them would be twice as long.
+        """Return tokens `first` to `end` (exclusive) of these slots and their logprobs.
 
-        On a GPU they are read beside what it computes: nothing writes to them any more.
+        Reads no further than the snapshot, on a GPU beside running work, since nothing writes there
+        any more.
+        Logprobs have nine digits, which suffice for float32 and halve their text.
         """
         wanted = slice(first, end)
         if self.reader is None:
@@ -127,13 +132,13 @@ class Slots:
 
 
 class Snapshot(NamedTuple):
-    """The state of all slots at one moment."""
+    """State of all slots at one moment."""
 
     state: Tensor
     arrival: "torch.cuda.Event | None"
 
     def on_host(self) -> NDArray[np.int64]:
-        """Waits until it is there."""
+        """Wait until the state is on the host, and return it."""
         if self.arrival is not None:
             self.arrival.synchronize()
         state: NDArray[np.int64] = self.state.numpy()
@@ -141,7 +146,9 @@ class Snapshot(NamedTuple):
 
 
 def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The doubles of nine decimal digits nearest to these numbers: as float32 they are the same."""
+    """Return the doubles of nine decimal digits nearest to these numbers; as float32 they are
+    equal.
+    """
     exact = x.astype(np.float64)
     size = np.abs(exact)
     is_usual = (size > 1e-12) & (size < 1e8)
@@ -151,7 +158,7 @@ def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that on a CPU take memory only where they are written."""
+    """Return zeros that on a CPU take memory only once they are written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return (

@@ -1,10 +1,11 @@
-"""Drawing tokens. The draw of a request's i-th token depends on (seed, i) alone: a counter-based generator, so the same
-request gives the same tokens whatever else runs beside it.
+"""Draw tokens with a counter-based generator: draw i of a request depends on (seed, i) alone.
 
-    logits ─ penalties, bias ─ top-k, top-p, min-p (a threshold each) ─► draw ─► token, stop test, bookkeeping
-       └──────────────────────────────────────────────────────────────► logprob of the token, log-softmax(logits / T)
+So the same request gives the same tokens whatever else runs.
 
-Most requests ask for neither penalties nor filters, and then the middle is skipped.
+    logits ─ penalties, bias ─ top-k, top-p, min-p (one threshold each) ─► draw ─► token, stop test, bookkeeping
+       └─────────────────────────────────────────────────────────────────► logprob of the token, log-softmax(logits / T)
+
+Most requests use neither penalties nor filters, and skip the middle.
 """
 
 import numpy as np
@@ -23,13 +24,15 @@ FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infiniti
 
 
 def uniform_numbers(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Uniform numbers in [0, 1), float64: splitmix64 (Steele et al. 2014) of seeds and counters from 0, int64."""
+    """Return uniform float64 numbers in [0, 1): splitmix64 (Steele et al. 2014) of int64 seeds and
+    counters.
+    """
     bits = _mix_bits(_mix_bits(seeds) + (counters + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
 
 
 def _shift_right(z: Tensor, by: int) -> Tensor:
-    """z >> by, as if z had no sign."""
+    """Shift right as if z were unsigned."""
     return (z >> by) & (2 ** (64 - by) - 1)
 
 
@@ -47,11 +50,16 @@ def draw_tokens(
     active_B: Tensor,
     advance: bool,
 ) -> None:
-    """Draws a token for every active slot that is not done, and notes it and its logprob in the slot.
+    """Draw a token for every active slot that is not done; store it and its logprob in the slot.
 
-    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it is the first whose
-    cumulative probability exceeds the uniform number, among those whose logit is at least the threshold. The logprob is
-    that of `plain_BV` at the slot's logprob temperature. advance: whether the step stored the last token's keys.
+    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it
+    is the
+    first whose cumulative probability exceeds the uniform number, among tokens whose logit is at
+    least the
+    threshold. The logprob is that of `plain_BV` at the slot's logprob temperature.
+
+    Args:
+        advance: True if the step stored the last token's keys.
     """
     slot = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
     if logits_BV.is_cuda and gpu.IS_AVAILABLE:
@@ -90,7 +98,7 @@ def draw_tokens(
 def note_ordered_logprobs(
     plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor
 ) -> None:
-    """Notes, for slots that had so many tokens before and have one more now, that one's logprob as training has it."""
+    """Store the logprob, as training computes it, of the token that each slot has just drawn."""
     from hone.kernels.gpu import training_kernels
 
     last_B, drawn_B = (
@@ -139,7 +147,7 @@ def draw_reference(
 
 
 def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> Tensor:
-    """A token a row: the likeliest at temperature 0, else the first whose cumulative probability exceeds the number."""
+    """Return one token per row: the likeliest at temperature 0, else by cumulative probability."""
     is_greedy_B = temperature_B < 1e-5
     scale_B1 = torch.where(is_greedy_B, 1.0, temperature_B)[:, None]
     cdf_BV = torch.softmax(logits_BV.double() / scale_B1, dim=-1).cumsum(dim=-1)
@@ -153,10 +161,11 @@ def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> 
 
 
 def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
-    """The smallest logit of each row that top-k, then top-p of what that leaves, and min-p let through.
+    """Return each row's smallest logit that top-k, then top-p of the rest, and min-p keep.
 
-    top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020); min-p those of at least
-    that share of the likeliest one's probability (Nguyen et al. 2024).
+    top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020);
+    min-p keeps
+    those with at least that share of the likeliest one's probability (Nguyen et al. 2024).
     """
     V = logits_BV.shape[1]
     temperature_B1 = parameters[:, column.TEMPERATURE, None]
@@ -179,7 +188,9 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
 
 
 class TokenSampler:
-    """Draws for slots, with what penalties need to remember. `kind`: how much of it a step's requests ask for."""
+    """Draw tokens for slots and keep what penalties need. `kind` says how much a step's requests
+    use.
+    """
 
     PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but somebody wants to see logits
 
@@ -203,7 +214,7 @@ class TokenSampler:
         return cls.NOTED if any(s.top_logprobs for s in samplings) else cls.PLAIN
 
     def fill_parameters(self, sequences: list[Sequence]) -> None:
-        """Before the first draw of these sequences."""
+        """Set the parameters of these sequences before their first draw."""
         penalised = [
             s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None
         ]
@@ -224,7 +235,7 @@ class TokenSampler:
                 self.allow_next(s, [])
 
     def allow_next(self, sequence: Sequence, ids: list[int]) -> None:
-        """Before the draw of the token that follows these: those that the request allows."""
+        """Set the allowed tokens of the draw that follows `ids`."""
         allows = sequence.request.allows
         assert allows is not None
         row = np.where(allows(ids), np.float32(0), np.float32(FILTERED_OUT))
@@ -259,7 +270,7 @@ class TokenSampler:
     def sample_hidden(
         self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool
     ) -> None:
-        """`sample_tokens` of kind PLAIN from hidden states, on a GPU: their logits never go through memory."""
+        """Sample kind PLAIN from hidden states on a GPU, without logits in memory."""
         from hone.kernels.gpu import sampling
 
         slots = self.slots
@@ -293,7 +304,7 @@ class TokenSampler:
     def likeliest_tokens(
         self, logits_BV: Tensor, active_B: Tensor, number: int
     ) -> list[list[tuple[int, float]]]:
-        """The likeliest tokens of each row and their logprobs."""
+        """Return the likeliest tokens of each row and their logprobs."""
         temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
         top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(
             number, dim=-1

@@ -1,4 +1,6 @@
-"""What the first requests will do, before they come: for kernels to be compiled (`gpu/compiling.py`), and as graphs."""
+"""Warm-up of an engine: compile kernels (`gpu/compiling.py`) and capture graphs before the first
+request.
+"""
 
 import torch
 
@@ -18,7 +20,9 @@ SHORT = 16  # such a graph has room for one prompt in so many of its tokens
 
 @torch.no_grad()
 def compile_kernels(engine: Engine, sequences: int) -> None:
-    """Plain requests, up to so many at once, in an engine that has none yet. Does nothing without a GPU's kernels."""
+    """Run plain requests through an idle engine to compile its kernels. Does nothing without GPU
+    kernels.
+    """
     graphs, slots = engine.graphs, engine.slots
     if graphs is None:
         return
@@ -50,9 +54,9 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
 
 @torch.no_grad()
 def capture_graphs(engine: Engine) -> None:
-    """Graphs of plain requests, which stand in for smaller numbers, so that few of the first requests wait for one.
+    """Capture graphs of plain requests that can stand in for smaller ones.
 
-    Call it after `compile_kernels`, when kernels have been compiled. Does nothing without a GPU's kernels.
+    Call it after `compile_kernels`, once kernels are compiled. Does nothing without GPU kernels.
     """
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):

@@ -30,7 +30,7 @@ from hone.records import Example, Message
 
 
 def __getattr__(name: str) -> Any:
-    """`vf.RLTrainer` and `vf.RLConfig`, where users of verifiers look for them."""
+    """Provide `vf.RLTrainer` and `vf.RLConfig`, where users of verifiers look for them."""
     if name in ("RLTrainer", "RLConfig"):
         return getattr(importlib.import_module("hone"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
-"""A rollout whatever becomes of it: tried again when it fails, and at last one that carries its error.
+"""Run a rollout with retries; the last failure becomes a rollout that carries its error.
 
-Training and evaluation count the same things as failures: an environment that raises or cancels itself, no end in time,
-a reward that is no finite number.
+Training and evaluation count the same failures: an environment that raises or cancels itself, a
+timeout, a reward
+that is not a finite number.
 """
 
 import asyncio
@@ -25,8 +26,14 @@ async def attempt(
     failures: Counter[str] | None = None,
     needs_tokens: bool = False,
 ) -> Rollout:
-    """`timeout`: seconds of one try; `failures` counts those that failed by cause; `needs_tokens`: one without the ids
-    of what was sampled has failed too, since it cannot be trained on."""
+    """Run one rollout with up to `retries` retries and return it, with its error if all tries
+    failed.
+
+    Args:
+        timeout: seconds per try.
+        failures: counter of failures by cause.
+        needs_tokens: also fail rollouts without the ids of the sampled tokens, which cannot be trained on.
+    """
     error = ""
     for _ in range(1 + retries):
         deadline, talk = (
@@ -72,7 +79,7 @@ async def attempt(
 async def score_group_or_fail(
     environment: Environment, rollouts: list[Rollout], timeout: float | None = None
 ) -> None:
-    """Adds what functions give that compare the rollouts of an example; where one cannot, all of them have failed."""
+    """Add the rewards of group functions; if one raises, all rollouts of the group fail."""
     if not environment.has_group_rewards:
         return
     try:

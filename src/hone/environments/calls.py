@@ -1,4 +1,4 @@
-"""Calls of users' functions: by the names that they take, plain or async, within a time."""
+"""Call users' functions with the arguments that they name, sync or async, within a timeout."""
 
 import asyncio
 import inspect
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[..., Any]], T]:
-    """Keep what was found of a function, also of one that has no hash."""
+    """Cache results of `look` per function object, also for functions without a hash."""
     known: dict[int, tuple[Callable[..., Any], T]] = {}
 
     def look_up(function: Callable[..., Any]) -> T:
@@ -28,7 +28,7 @@ def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[.
 
 @by_identity
 def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
-    """Names of the parameters of a function; None where it takes everything."""
+    """Return a function's parameter names, or None if it accepts any."""
     parameters = inspect.signature(function).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return None
@@ -37,7 +37,7 @@ def parameter_names(function: Callable[..., Any]) -> frozenset[str] | None:
 
 @by_identity
 def required_names(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Names of the parameters that it cannot do without."""
+    """Return the names of parameters without a default."""
     kinds = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     parameters = inspect.signature(function).parameters.values()
     return tuple(
@@ -52,7 +52,7 @@ def positional_names(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class OutOfTime(TimeoutError):
-    """A call took longer than it may."""
+    """Raised when a call exceeds its timeout."""
 
 
 async def call_function(
@@ -61,10 +61,11 @@ async def call_function(
     timeout: float | None = None,
     positional: tuple[Any, ...] = (),
 ) -> Any:
-    """Return what a function gives for those of the `available` values that it takes.
+    """Call a function with those of the `available` values that it names, and return its result.
 
-    Raises OutOfTime after `timeout` seconds; a plain function then goes on in its thread, where nobody waits for it.
-    Raises ExitInUserCode where the function wants to end the process.
+    Raises OutOfTime after `timeout` seconds; a sync function then continues in its thread,
+    unattended.
+    Raises ExitInUserCode if the function tries to end the process.
     """
     names = parameter_names(function)
     arguments = available if names is None else {k: available[k] for k in names if k in available}

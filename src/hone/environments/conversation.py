@@ -1,7 +1,9 @@
-"""The model as one rollout sees it: what was said stays in the tokens that said it, and every turn has its own draws.
+"""The model as one rollout sees it: earlier turns keep their tokens, and each turn has its own
+seed.
 
-turn 1: messages ─► prompt ids, completion ids      turn 2: messages, of which the first are turn 1's and its reply
-                              └────────────────────────────► those ids, then what the template adds after them
+turn 1: messages ─► prompt ids, completion ids      turn 2: messages that continue turn 1's and its
+reply
+                              └────────────────────────────► those ids, then the template's text after them
 """
 
 from collections.abc import Mapping
@@ -12,13 +14,13 @@ from hone.records import Message, Prompt, Sampling, Tool, Turn, other_seed
 
 
 class TokenClient(Protocol):
-    """A model that goes on from the ids of a conversation's earlier turns."""
+    """A client that can continue from the token ids of earlier turns."""
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn: ...
 
 
 class Conversation:
-    """What was asked and answered so far (`turns`); `template_arguments` are those of its environment."""
+    """One rollout's client. `turns` holds its requests and answers."""
 
     def __init__(
         self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None
@@ -39,7 +41,7 @@ class Conversation:
         return turn
 
     def _build_prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
-        """With the ids of the longest of the turns so far that these messages go on from."""
+        """Build a prompt with the ids of the longest earlier turn that these messages continue."""
         found = Prompt(messages, tools, template_arguments=self.template_arguments)
         for asked, turn in self.turns:
             n = len(asked)
@@ -55,7 +57,7 @@ class Conversation:
 
 
 def _is_message_of_turn(message: Message, turn: Turn) -> bool:
-    """Whether a message is what the model said in a turn."""
+    """Return True if a message is what the model generated in a turn."""
     said = (
         message.get("role"),
         message.get("content") or "",

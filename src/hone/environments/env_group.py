@@ -1,4 +1,6 @@
-"""Several environments as one: their examples in one data set, each rollout by the environment of its task."""
+"""Several environments as one: a joint data set, and each rollout run by the environment of its
+task.
+"""
 
 import random
 from collections.abc import Sequence
@@ -11,7 +13,7 @@ from hone.records import Example, Message, Rollout, Sampling, Tool
 
 
 class EnvGroup(Environment):
-    """`env_names` are the tasks by which examples and metrics tell them apart; theirs in order unless given."""
+    """A group of environments. `env_names` name the tasks of examples and metrics."""
 
     def __init__(
         self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any
@@ -70,7 +72,7 @@ class EnvGroup(Environment):
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
 
     def _own_of(self, example: Example) -> Example:
-        """Return an example as its environment knows it."""
+        """Return an example as its own environment knows it."""
         for examples, owned in self._owned:
             if example.id < len(owned) and _is_same(examples[example.id], example):
                 return owned[example.id]

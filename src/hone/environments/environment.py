@@ -1,6 +1,7 @@
-"""Environments: a data set of tasks, how a conversation goes, and what it is worth.
+"""Environments: a data set of tasks, the course of a conversation, and its reward.
 
-row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
+row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─►
+Rollout with reward
                                                             └─ client.chat(messages) ─► Turn
 rollouts of one example ─ score_group ─► rewards of functions that compare them
 """
@@ -34,17 +35,17 @@ HARMLESS = {  # keys of v0 that say how it runs things, which Hone settles elsew
 
 
 class ModelClient(Protocol):
-    """All that an environment knows of a model."""
+    """The interface of a model that environments use."""
 
     async def chat(
         self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
     ) -> Turn:
-        """Raises ContextFull where the conversation leaves no room for an answer."""
+        """Request an answer. Raises ContextFull if the conversation leaves no room for one."""
         ...
 
 
 def check_rollout(rollout: Any) -> Rollout:
-    """What an environment gave, with numbers as Python has them. Raises TypeError where it is no rollout."""
+    """Return a rollout with plain Python numbers. Raises TypeError if it is not a rollout."""
     if not isinstance(rollout, Rollout):
         raise TypeError(f"rollout() gave {type(rollout).__name__}, not a Rollout")
     rollout.reward = float(rollout.reward)
@@ -53,8 +54,12 @@ def check_rollout(rollout: Any) -> Rollout:
 
 
 class Environment(ABC):
-    """Base of environments. `dataset` and `eval_dataset` are Hugging Face data sets, lists of rows, or functions that
-    give one. `call_timeout`: seconds that an answer of the environment, a tool or a reward function may take."""
+    """Base class of environments.
+
+    Args:
+        dataset, eval_dataset: Hugging Face data sets, lists of rows, or functions that return one.
+        call_timeout: seconds that an environment response, a tool or a reward function may take.
+    """
 
     name = ""  # the id that it was loaded by
     template_arguments: Mapping[str, Any] = MappingProxyType(
@@ -86,37 +91,38 @@ class Environment(ABC):
         self._train, self._eval = self._build_examples(dataset), self._build_examples(eval_dataset)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """The examples to train on (those for evaluation where there are no others)."""
+        """Return the training examples, or those for evaluation if there are no others."""
         return _select_examples(
             self._train if self._train is not None else self._eval or [], n, seed
         )
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """The examples to evaluate on (those for training where none are held out)."""
+        """Return the evaluation examples, or those for training if none are held out."""
         return _select_examples(
             self._eval if self._eval is not None else self._train or [], n, seed
         )
 
     @abstractmethod
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        """One scored attempt at an example."""
+        """Run and score one attempt at an example."""
 
     def demonstrate(
         self, messages: list[Message], example: Example, rng: random.Random
     ) -> Message | str | None:
-        """What a good answer to `messages` is: its text, or a message with tool calls. None where that is not known.
+        """Return a good answer to `messages`: text or a message with tool calls; None if unknown.
 
-        From it come data for SFT (`hone env data`) and the check of rewards (`hone env check`). Unless overridden it is
-        the example's answer as the parser writes it.
+        `hone env data` makes SFT data from it and `hone env check` checks rewards with it. The
+        default is the
+        example's answer as the parser writes it.
         """
         return None if example.answer == "" else self.parser.write(str(example.answer))
 
     def first_tools(self, example: Example) -> list[Tool] | None:
-        """Return the tools that the model is told of with an example's prompt; None where there are none."""
+        """Return the tools offered with an example's prompt, or None."""
         return None
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Adds to the rewards of an example's rollouts what functions give that compare them. Raises RewardError."""
+        """Add rewards of functions that compare the rollouts of one example. Raises RewardError."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
             available = [self._scoring_arguments(rollout) for rollout in scored]
@@ -126,15 +132,16 @@ class Environment(ABC):
                 rollout.metrics |= metrics
 
     async def close(self) -> None:
-        """Ends what was started for it."""
+        """Release what the environment has started."""
         return None
 
     def add_rubric(self, rubric: Rubric) -> None:
-        """Adds the rewards and metrics of another rubric to those of its own."""
+        """Add the rewards and metrics of another rubric."""
         self.rubric = RubricGroup([self.rubric, rubric])
 
     async def score(self, rollout: Rollout, state: State) -> Rollout:
-        """Gives a rollout its reward and metrics. Raises RewardError for a function that gives no number."""
+        """Set a rollout's reward and metrics. Raises RewardError if a function returns no number.
+        """
         rollout.state = state
         rollout.reward, rollout.metrics = await self.rubric.score(
             self.call_timeout, **self._scoring_arguments(rollout)
@@ -144,15 +151,15 @@ class Environment(ABC):
 
     @property
     def has_group_rewards(self) -> bool:
-        """Whether `score_group` has something to add."""
+        """Return True if `score_group` adds rewards."""
         return self.rubric.has_group_functions
 
     def check(self) -> None:
-        """Raises ValueError for a reward function that asks for what is not there."""
+        """Raise ValueError if a reward function needs an argument that is not available."""
         self.rubric.check()
 
     def on_reward_error(self, what: str) -> None:
-        """What a reward function that gives no number does to its rollout: "fail" it, or count "zero" in it."""
+        """Choose what a failed reward function does: "fail" the rollout or count "zero"."""
         self.rubric.set_on_error(what)
 
     def _scoring_arguments(self, rollout: Rollout) -> dict[str, Any]:
@@ -208,7 +215,8 @@ class Environment(ABC):
 
 
 def _checked_prompt(prompt: Any, index: int) -> list[Message]:
-    """Return a prompt without keys of no value. Raises ValueError for what is no list of messages."""
+    """Return a prompt without keys that are None. Raises ValueError if it is no list of messages.
+    """
     if not isinstance(prompt, list) or not all(
         isinstance(one, dict) and one.get("role") for one in prompt
     ):
@@ -219,7 +227,7 @@ def _checked_prompt(prompt: Any, index: int) -> list[Message]:
 
 
 def _as_json(answer: Any) -> Any:
-    """Return an answer as JSON has it, text of what JSON has no form for, and empty text for None."""
+    """Return an answer as JSON values; other objects as text, None as ""."""
     answer = "" if answer is None else to_plain(answer)
     try:
         json.dumps(answer)
@@ -229,7 +237,8 @@ def _as_json(answer: Any) -> Any:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table whose prompt has no nulls that the type of its column added."""
+    """Return a row of an Arrow table without the nulls that its column types added to the prompt.
+    """
     return {key: drop_nulls(value) if key == "prompt" else value for key, value in row.items()}
 
 

@@ -1,4 +1,5 @@
-"""Data sets of the hub by the names that environments for v0 use, as rows of `question` and `answer`."""
+"""Data sets of the hub by the names that v0 environments use, as rows of `question` and `answer`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,8 +39,10 @@ DATA: dict[
 def load_example_dataset(
     name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0
 ) -> Any:
-    """A `datasets.Dataset`; with `n` so many of its rows, drawn with `seed`. Raises ValueError for a name that is not
-    here and for a hub that cannot be reached."""
+    """Return a `datasets.Dataset`, or `n` rows of it drawn with `seed`.
+
+    Raises ValueError for an unknown name and if the hub cannot be reached.
+    """
     if name not in DATA:
         raise ValueError(f"load_example_dataset: there is no {name!r}; there are {', '.join(DATA)}")
     from datasets import load_dataset

@@ -1,12 +1,14 @@
-"""An environment in processes of its own: what blocks, crashes or is killed there costs a rollout and no more.
+"""An environment in worker processes: a worker that blocks or crashes costs a rollout and no more.
 
     Isolated ── {"begin": 7, example, sampling} ──►  worker: environment.rollout(client)    (or {"score": 7, rollouts})
              ◄─ {"chat": 7, messages, sampling} ───       client.chat
              ── {"turn": 7, …} or {"error": 7} ───►
              ◄─ {"done": 7, rollout} or {"error": 7} ──
 
-Lines of JSON over the worker's standard input and output. A worker that dies is replaced; its rollouts fail, and are
-tried again like any others. One that was stopped is killed, and so is one that blocks while a rollout is out of time.
+Messages are lines of JSON over the worker's standard input and output. A dead worker is replaced;
+its rollouts fail
+and are retried like others. A stopped worker is killed, and so is one that blocks while a rollout
+is out of time.
 """
 
 import asyncio
@@ -46,7 +48,7 @@ def sampling_of(message: dict[str, Any]) -> Sampling:
 
 
 def encode_rollout(rollout: Rollout) -> dict[str, Any]:
-    """A rollout for JSON, with what of its state can be."""
+    """Return a rollout as JSON values, with the part of its state that JSON can hold."""
     found = {key: value for key, value in vars(rollout).items() if key not in ("turns", "state")}
     state = {key: value for key, value in rollout.state.items() if _is_json(value)}
     turns = [asdict(turn) for turn in rollout.turns]
@@ -72,10 +74,10 @@ def rollout_of(found: dict[str, Any], example: Example) -> Rollout:
 
 
 class Isolated(Environment):
-    """Has the examples of `environment`; rollouts are made by workers that load it again by its id and arguments.
+    """An environment whose rollouts are made by workers that load it by id and arguments.
 
-    What is asked of it beside rollouts, `environment` answers in this process. Rubrics that are added here score what
-    the workers have made, with of its state what JSON can carry.
+    `environment` answers everything else in this process. Rubrics added here score what the workers
+    return, with the part of the state that JSON can hold.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Isolated(Environment):
         self.added.append(rubric)
 
     def on_reward_error(self, what: str) -> None:
-        """Set it here and in the workers: those that run are ended when they are idle, and start again with it."""
+        """Set the choice here and in the workers, which restart with it when they are idle."""
         self.environment.on_reward_error(what)
         for rubric in self.added:
             rubric.set_on_error(what)
@@ -142,7 +144,7 @@ class Isolated(Environment):
         return self.environment.has_group_rewards
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Functions that compare rollouts get of `states` what JSON can carry."""
+        """Score a group. Functions see the part of `states` that JSON can hold."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
             done = await min(self.workers, key=lambda one: one.pending_count).score(scored)
@@ -167,7 +169,7 @@ class Isolated(Environment):
 
 @dataclass
 class _Waiting:
-    """A rollout at a worker: whoever waits for it, its model, and the process that has it."""
+    """A rollout in a worker: the future that awaits it, its client, and its process."""
 
     future: asyncio.Future[dict[str, Any]]
     client: ModelClient | None
@@ -175,7 +177,9 @@ class _Waiting:
 
 
 class WorkerProcess:
-    """A process that `words` start, replaced when it dies. `arguments`: those of its environment, as JSON."""
+    """A worker process that is restarted when it dies. `arguments`: those of its environment, as
+    JSON.
+    """
 
     def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:
         self.name, self.words = name, words
@@ -195,14 +199,17 @@ class WorkerProcess:
         return len(self.waiting)
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        """Raises ConnectionError where the worker died, RuntimeError with what the environment raised."""
+        """Run a rollout. Raises ConnectionError if the worker dies, RuntimeError if the environment
+        raises.
+        """
         done = await self.send_request(
             {"begin": 0, "example": asdict(example), "sampling": asdict(sampling)}, client
         )
         return rollout_of(done, example)
 
     async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
-        """Rewards and metrics of a group, with those of functions that compare them. Raises like `rollout`."""
+        """Return rewards and metrics of a group, group functions included. Raises like `rollout`.
+        """
         return (
             await self.send_request(
                 {"score": 0, "rollouts": [encode_rollout(rollout) for rollout in rollouts]}, None
@@ -212,7 +219,7 @@ class WorkerProcess:
     async def send_request(
         self, message: dict[str, Any], client: ModelClient | None = None
     ) -> dict[str, Any]:
-        """The result of what its first key names, whose value is to be a number. Raises like `rollout`."""
+        """Send a message and return its result. Its first key becomes the number of the request."""
         number = next(self.numbers)
         future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         one = self.waiting[number] = _Waiting(future, client)
@@ -228,7 +235,7 @@ class WorkerProcess:
             self.waiting.pop(number, None)
 
     def change_words(self, words: list[str]) -> None:
-        """Start processes by these words from now on; one that has no work is ended for it."""
+        """Set the command of future processes; an idle process is ended for it."""
         is_changed, self.words = words != self.words, words
         if (
             is_changed
@@ -323,7 +330,7 @@ class WorkerProcess:
             )
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
-        """Kills it when it gives no sign of life while it has work."""
+        """Kill the process if it shows no sign of life while it has work."""
         self._last, self._is_up = time.monotonic(), False
         while process.returncode is None:
             before = time.monotonic()
@@ -344,7 +351,7 @@ class WorkerProcess:
                 process.kill()
 
     async def _kill_unless_it_answers(self) -> None:
-        """Kills the worker if its event loop does not answer: a blocked loop would hold up its other rollouts too."""
+        """Kill the worker if its event loop hangs, which would block its other rollouts."""
         process = self.process
         self._heard.clear()
         self._send_message({"ping": -1})

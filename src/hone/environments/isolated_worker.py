@@ -1,4 +1,4 @@
-"""The worker's side of `isolated.py`: `python -m hone.environments.isolated_worker ENV ON_REWARD_ERROR`."""
+"""Worker of `isolated.py`: `python -m hone.environments.isolated_worker ENV ON_REWARD_ERROR`."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ from hone.users_code import CONTAINED
 
 
 class Client:
-    """The model, at the other end of the pipe."""
+    """The model, reached through the pipe."""
 
     def __init__(self, number: int, send: Any) -> None:
         self.number, self.send = number, send

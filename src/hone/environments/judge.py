@@ -1,4 +1,4 @@
-"""A model as the judge of another's answer, over any OpenAI-compatible endpoint."""
+"""Judge a model's answers with another model, over any OpenAI-compatible endpoint."""
 
 import asyncio
 import os
@@ -25,11 +25,14 @@ RETRIES = 3
 
 
 class JudgeRubric(Rubric):
-    """Reward functions may ask for `judge`, and `await judge(prompt, completion, answer, state)` for its words.
+    """Rubric whose functions may take `judge`, and call `await judge(prompt, completion, answer,
+    state)`.
 
-    judge_prompt: with {question}, {answer} and {response}. judge_client: an `openai` client, if not `base_url` and the
-    key in the environment variable `api_key_var`. An answer is kept in the rollout's state: a judge that several
-    functions ask is asked once.
+    judge_prompt has {question}, {answer} and {response}. judge_client is an `openai` client;
+    without it
+    `base_url` and the key in the environment variable `api_key_var` are used. Answers are cached in
+    the
+    rollout's state, so that several functions ask once.
     """
 
     def __init__(
@@ -70,7 +73,9 @@ class JudgeRubric(Rubric):
         state: dict[str, Any] | None = None,
         **_: Any,
     ) -> str:
-        """What the judge says. Raises ConnectionError or RuntimeError where it cannot be asked."""
+        """Return the judge's answer. Raises ConnectionError or RuntimeError if it cannot be
+        reached.
+        """
         asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
         response = self.parser.parse_answer(completion)
         text = self.judge_prompt.format(question=asked, answer=answer, response=response or "")

@@ -1,6 +1,7 @@
-"""Whether two mathematical expressions mean the same: math-verify, in a process that is killed when it takes too long.
+"""Compare mathematical expressions with math-verify, in processes that are killed on a timeout.
 
-It may compute for minutes on what a model wrote (towers of powers), in C, where no exception reaches it.
+Model output such as towers of powers can compute for minutes, in C code that no exception
+interrupts.
 """
 
 import asyncio
@@ -36,10 +37,11 @@ START = 60.0  # seconds that the process may take to import what it needs
 
 
 class MathRubric(Rubric):
-    """Reward 1 for an answer that equals `answer` mathematically, as math-verify sees it.
+    r"""Reward 1 if the answer equals `answer` mathematically, by math-verify.
 
-    The answer is what `parser` finds: after any thinking, inside `\\boxed{}`. A comparison that takes longer than
-    `timeout_seconds` counts as different. `max_workers` processes compare side by side; up to four, unless given.
+    `parser` extracts the answer: after any thinking, inside `\boxed{}`. A comparison that exceeds
+    `timeout_seconds` counts as different. `max_workers` processes compare in parallel, up to four
+    by default.
     """
 
     def __init__(
@@ -67,10 +69,11 @@ class MathRubric(Rubric):
 
 
 class Comparer:
-    """Processes that are asked one question at a time; they end with this one.
+    """A pool of comparison processes that end with this one.
 
-    A comparison has `timeout` seconds from when a process begins it; what starting a process takes, and waiting for a
-    free one, do not count. One that takes longer ends its process, and another is started when it is needed.
+    A comparison has `timeout` seconds from its start in a process; starting a process and waiting
+    for a
+    free one do not count. A timeout kills the process; another is started on demand.
     """
 
     def __init__(self, timeout: float, workers: int = 1) -> None:
@@ -79,7 +82,7 @@ class Comparer:
         self._free: asyncio.LifoQueue[asyncio.subprocess.Process | None]
 
     async def is_equal(self, gold: str, given: str) -> bool:
-        """Return True if two expressions are equal mathematically; False for one that takes too long to tell."""
+        """Return True if two expressions are mathematically equal, False on a timeout."""
         if not given.strip():
             return False
         if gold.strip() == given.strip():
@@ -108,7 +111,7 @@ class Comparer:
             self._free.put_nowait(process)
 
     async def _start_process(self) -> asyncio.subprocess.Process:
-        """Return a process that has imported what it needs. Raises RuntimeError where it cannot."""
+        """Return a process that is ready to compare. Raises RuntimeError if it cannot start."""
         pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-P", "-c", WORKER)
         silent = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(

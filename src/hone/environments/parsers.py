@@ -1,4 +1,4 @@
-"""Parsers: from what the model wrote to the part that counts as its answer."""
+"""Parsers: extract the answer from a model's text."""
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ Completion = list[Message] | str
 
 
 def assistant_texts(completion: Completion) -> list[str]:
-    """What the assistant said, turn by turn."""
+    """Return the texts of the assistant's messages."""
     if isinstance(completion, str):
         return [completion]
     return [
@@ -20,7 +20,7 @@ def assistant_texts(completion: Completion) -> list[str]:
 
 
 class Parser:
-    """The last answer, as `extract_fn` takes it from its text; the whole text unless given."""
+    """Parse the last answer with `extract_fn`, by default the whole text."""
 
     def __init__(self, extract_fn: Callable[[str], str] = str) -> None:
         self.extract_fn = extract_fn
@@ -33,11 +33,11 @@ class Parser:
         return self.parse(texts[-1]) if texts else None
 
     def write(self, answer: str) -> str:
-        """A text whose answer is this."""
+        """Return a text whose parsed answer is `answer`."""
         return answer
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """A reward for the form of the answer: here any form will do."""
+        """Return a reward function for the format; any format counts here."""
 
         def format_reward(completion: Completion) -> float:
             return 1.0
@@ -58,7 +58,7 @@ class Parser:
 
 
 class ThinkParser(Parser):
-    """The answer is what follows `</think>`; there is none without."""
+    """Parse the text after `</think>`; without the tag there is no answer."""
 
     def parse(self, text: str) -> str:
         _, found, after = text.rpartition("</think>")
@@ -68,7 +68,7 @@ class ThinkParser(Parser):
         return f"<think>\n</think>\n{answer}"
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """The share of answers of the form `<think>…</think>…`, with each tag once and something after."""
+        """Reward the share of answers `<think>…</think>…` with one of each tag and text after."""
 
         def format_reward(completion: Completion) -> float:
             texts = [text.strip() for text in assistant_texts(completion)]
@@ -84,19 +84,19 @@ class ThinkParser(Parser):
 
 
 class MaybeThinkParser(Parser):
-    """The answer is what follows any thinking."""
+    """Parse the text after any thinking."""
 
     def parse(self, text: str) -> str:
         return self.extract_fn(text.rpartition("</think>")[2].strip())
 
 
 def extract_hash_answer(text: str) -> str:
-    """What follows the first ####, as GSM8K writes answers; the text itself where there is none."""
+    """Return the text after the first ####, as GSM8K writes answers, or the whole text."""
     return text.split("####")[1].strip() if "####" in text else text
 
 
 def extract_boxed_answer(text: str, strict: bool = False) -> str:
-    """What the last `\\boxed{…}` has in it, with its own braces; without one the text, or nothing if `strict`."""
+    r"""Return the content of the last `\boxed{…}`; without one the text, or "" if `strict`."""
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for i, letter in enumerate(rest if found else ""):
@@ -107,10 +107,11 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
 
 
 class XMLParser(Parser):
-    """Fields written as `<field>…</field>`; a field may be a tuple of names of which any one will do.
+    """Parse fields written as `<field>…</field>`. A tuple of names accepts any of them.
 
-    `parse` gives an attribute for every name, None where the tags are missing. `parse_answer` gives
-    `answer_field` (the last field unless named) of the last assistant message that has it, the last one there.
+    `parse` returns an object with one attribute per name, None for missing tags. `parse_answer`
+    returns
+    `answer_field` (by default the last field) of the last assistant message that has it.
     """
 
     def __init__(
@@ -151,19 +152,21 @@ class XMLParser(Parser):
         return f"<{self.answer_field}>{answer}</{self.answer_field}>"
 
     def get_fields(self) -> list[str]:
-        """The fields, the first name of each."""
+        """Return the first name of each field."""
         return [names[0] for names in self.fields]
 
     def format(self, **values: str) -> str:
-        """The fields with these values, as a model would write them."""
+        """Return text with these field values, as a model would write it."""
         return "\n".join(f"<{name}>\n{value}\n</{name}>" for name, value in values.items())
 
     def get_format_str(self) -> str:
-        """The format as a prompt can state it."""
+        """Return the format as text for a prompt."""
         return "\n".join(f"<{'|'.join(names)}>\n...\n</{'|'.join(names)}>" for names in self.fields)
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """A reward in [0, 1]: 0.4 for the share of fields present, 0.2 each for clean tags, start and end."""
+        """Return a reward in [0, 1]: 0.4 for present fields, 0.2 each for clean tags, start and
+        end.
+        """
 
         def format_reward(completion: Completion) -> float:
             scores = [self._format_score(text.strip()) for text in assistant_texts(completion)]

@@ -1,4 +1,6 @@
-"""Environments by id: `reverse-text` or `owner/reverse-text` is the installed module `reverse_text`."""
+"""Environments by id: `reverse-text` or `owner/reverse-text` is the installed module
+`reverse_text`.
+"""
 
 import difflib
 import importlib.metadata
@@ -18,10 +20,11 @@ from hone.environments.protocols.verifiers_v0 import isolated_place
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
-    """The environment that a package's `load_environment(**env_args)` makes. One of the verifiers library is run in a
-    process of its own.
+    """Load an environment by calling its package's `load_environment(**env_args)`.
 
-    Raises ValueError for an unknown id (with the nearest installed one) or arguments it does not take.
+    Environments of the verifiers library run in a process of their own. Raises ValueError for an
+    unknown id
+    (with the nearest installed one) or arguments that it does not accept.
     """
     return _load_configured(EnvConfig(id=env_id, args=env_args))
 
@@ -49,7 +52,7 @@ def _load_configured(env: EnvConfig) -> Environment:
 
 
 def add_folder(place: str, env_id: str) -> None:
-    """Makes an environment importable that is not installed: `place`/my_env/my_env.py, or a package there."""
+    """Make an environment in a folder importable: `place`/my_env/my_env.py, or a package there."""
     folder = Path(place) / env_id.rpartition("/")[2].replace("-", "_")
     if folder.is_dir():
         sys.path.insert(0, str(folder))
@@ -60,7 +63,7 @@ def add_folder(place: str, env_id: str) -> None:
 
 
 def described_environments() -> list[tuple[str, str, str, str]]:
-    """Of each that is installed: name, version, protocol, what it is."""
+    """Return name, version, protocol and summary of each installed environment."""
     rows = []
     for distribution in importlib.metadata.distributions():
         protocol = _find_protocol(distribution)
@@ -83,7 +86,7 @@ def described_environments() -> list[tuple[str, str, str, str]]:
 
 
 def installed_environments() -> list[str]:
-    """Names of installed distributions that build on the environment protocol."""
+    """Return the names of installed distributions with environments."""
     return sorted({name for name, *_ in described_environments()})
 
 

@@ -1,4 +1,4 @@
-"""A rollout as one line of JSON, the same from training and from evaluation."""
+"""Rollouts as lines of JSON, the same in training and evaluation."""
 
 from typing import Any
 
@@ -6,7 +6,9 @@ from hone.records import Completion, Example, Rollout, Turn
 
 
 def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]:
-    """What was asked, written, what it was worth and why, how long it took; `token_ids`: the tokens behind it too."""
+    """Return a rollout as a row: prompt, turns, reward, metrics and times; with `token_ids` the
+    tokens too.
+    """
     example = rollout.example
     return {
         "env": env,
@@ -43,7 +45,7 @@ def _encode_turn(turn: Turn, token_ids: bool) -> dict[str, Any]:
 
 
 def rollout_of(row: dict[str, Any]) -> Rollout:
-    """The rollout of a line, with as many of its tokens as that has."""
+    """Build a rollout from a row, with the tokens that the row has."""
     turns = [
         Turn(
             t.get("prompt_ids") or [],

@@ -1,7 +1,8 @@
-"""Rubrics: a weighted sum of reward functions.
+"""Rubrics: weighted sums of reward functions.
 
-of one rollout    f(completion, answer, …) -> float                  as soon as it has ended
-of a group        f(completions, answers, …) -> list of floats       when all rollouts of an example have ended
+per rollout       f(completion, answer, …) -> float                  when the rollout has ended
+per group         f(completions, answers, …) -> list of floats       when all rollouts of an example
+have ended
 """
 
 import difflib
@@ -33,19 +34,24 @@ _said: set[tuple[str, str]] = set()
 
 
 class RewardError(ValueError):
-    """A reward function gave no number."""
+    """Raised when a reward function returns no number."""
 
 
 class Rubric:
-    """reward = sum of weight x value over the functions; the values are kept as metrics by function name.
+    """reward = sum of weight x value over the functions; values are also metrics by function name.
 
-    A function takes by name what it needs of prompt, completion, answer, state, info, task, parser and what
-    `add_class_object` added (or all with `**kwargs`) and returns a float, or awaits one. One that takes the plural of a
-    name (completions, states, …) is given lists, of all rollouts of an example, and returns a list. Functions of
-    weight 0 are metrics only.
+    A function takes by name what it needs of prompt, completion, answer, state, info, task, parser
+    and what
+    `add_class_object` added (or everything with `**kwargs`), and returns a float, sync or async. A
+    function
+    that takes a plural name (completions, states, …) receives lists over all rollouts of an example
+    and
+    returns a list. Functions of weight 0 are only metrics.
 
-    One that raises or gives no finite number fails its rollout, which is then tried again like any that fails. With
-    `on_error` "zero" it counts 0 instead and is counted in the metric `reward_raised`. Either way it is logged once.
+    A function that raises or returns no finite number fails its rollout, which is retried like
+    others. With
+    `on_error` "zero" it counts 0 instead, and in the metric `reward_raised`. Either way it is
+    logged once.
     """
 
     on_error = "fail"
@@ -77,7 +83,7 @@ class Rubric:
         self.add_reward_func(func, weight)
 
     def add_class_object(self, name: str, value: Any) -> None:
-        """From now on functions may ask for `value` by this name."""
+        """Make `value` available to functions under this name."""
         self.class_objects[name] = value
 
     @property
@@ -88,7 +94,7 @@ class Rubric:
         self.on_error = on_error
 
     def check(self) -> None:
-        """Raises ValueError for a function that asks for something that it will not get."""
+        """Raise ValueError if a function needs an argument that is not available."""
         for func in self.funcs:
             names = OF_GROUP if _is_of_group(func) else OF_ONE
             known = [*names, "parser", *self.class_objects]
@@ -104,8 +110,11 @@ class Rubric:
     async def score(
         self, timeout: float | None = None, **available: Any
     ) -> tuple[float, dict[str, float]]:
-        """The reward and the values of the functions of one rollout. `available` is what they may ask for; `timeout`:
-        seconds of one call. Raises RewardError."""
+        """Return the reward and function values of one rollout.
+
+        `timeout` is in seconds per call; other keywords are the available arguments. Raises
+        RewardError.
+        """
         available = {"parser": self.parser, **available, **self.class_objects}
         if self._has_parser:  # else the environment's
             available["parser"] = self.parser
@@ -119,7 +128,7 @@ class Rubric:
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[tuple[float, dict[str, float]]]:
-        """For every rollout of a group the reward and the values of the functions that compare them."""
+        """Return for each rollout of a group the reward and values of the group functions."""
         every: dict[str, Any] = {
             many: [one[name] for one in available] for many, name in OF_GROUP.items()
         }
@@ -189,14 +198,14 @@ class Rubric:
         return reward, metrics | ({RAISED: float(lost)} if lost else {})
 
     def function_names(self) -> list[str]:
-        """Of the functions; the second of a name is NAME_2."""
+        """Return the functions' names; a repeated name becomes NAME_2."""
         return list(make_unique(tuple(map(name_of, self.funcs))))
 
     get_reward_func_names = function_names
 
 
 class RubricGroup(Rubric):
-    """Several rubrics as one: the reward is the sum of theirs, and that is what advantages are of."""
+    """Several rubrics as one, with the sum of their rewards."""
 
     def __init__(self, rubrics: Sequence[Rubric], **others: Any) -> None:
         if not rubrics:
@@ -256,7 +265,7 @@ def _merge_scores(
 
 @functools.lru_cache(maxsize=256)
 def make_unique(given: tuple[str, ...]) -> tuple[str, ...]:
-    """The names, each once: the second of one is NAME_2."""
+    """Return the names made unique: the second of a name becomes NAME_2."""
     names: list[str] = []
     for name in given:
         own, number = name, 1
@@ -286,7 +295,7 @@ def _one_number(value: Any) -> list[float]:
 
 
 def _read_number(value: Any) -> float:
-    """Raises _NoNumber, in words, for what is none, or not finite."""
+    """Return a finite number. Raises _NoNumber with the reason otherwise."""
     if isinstance(value, str) or value is None:
         raise _NoNumber(f"returned {value!r}")
     try:

@@ -1,9 +1,11 @@
-"""A Python session for what a model writes: it computes, and reaches nothing.
+"""A contained Python session for model-written code: it computes, and reaches nothing else.
 
-    run(code) ─► unshare ─► sandbox_keeper.py ─► session        (a process namespace, no network, files of its own)
+    run(code) ─► unshare ─► sandbox_keeper.py ─► session        (own process namespace, network and files)
 
-Linux's namespaces, limits and a system call filter contain it; it can start threads, but no processes. Where a machine
-lacks these, `Sandbox.start` refuses and says what is missing. The answer says what was killed or cut, and the next call
+Linux namespaces, limits and a system call filter contain it; it can start threads but no processes.
+`Sandbox.start`
+refuses, with the reason, on machines that lack these. Answers report what was killed or truncated,
+and the next call
 works.
 """
 
@@ -28,8 +30,9 @@ USERS = 61_000  # as root the sessions have users from here on, so that limits c
 class Limits:
     """Limits of one session.
 
-    `seconds` a call; bytes of `memory`, of a `file`, of all files together (`disk`), of the `output` that is shown;
-    `cpu` seconds of a session; its number of `threads`.
+    `seconds` per call; bytes of `memory`, of one `file`, of all files (`disk`), of displayed
+    `output`;
+    `cpu` seconds per session; number of `threads`.
     """
 
     seconds: float = 10.0
@@ -42,11 +45,11 @@ class Limits:
 
 
 class SandboxError(RuntimeError):
-    """Code of a model cannot be run here."""
+    """Raised if model-written code cannot be run here."""
 
 
 class Sandbox:
-    """Made by `await Sandbox.start(limits)`."""
+    """A session, made by `await Sandbox.start(limits)`."""
 
     count = 0
 
@@ -56,7 +59,8 @@ class Sandbox:
 
     @classmethod
     async def start(cls, limits: Limits | None = None) -> "Sandbox":
-        """Raises SandboxError, in words, where this machine cannot contain it."""
+        """Start a sandbox. Raises SandboxError with the reason if this machine cannot contain it.
+        """
         limits, tool = limits or Limits(), shutil.which("unshare")
         if not sys.platform.startswith("linux") or tool is None:
             missing = (
@@ -103,7 +107,7 @@ class Sandbox:
         return made
 
     async def run(self, code: str) -> str:
-        """What the code printed, the value of its last line included, and what became of it."""
+        """Run code and return its output, the value of its last line, and how it ended."""
         if not isinstance(code, str):
             raise ValueError(f"code must be text, found {type(code).__name__}")
         answer = await self._send_request({"code": code, "seconds": self.limits.seconds})
@@ -115,7 +119,7 @@ class Sandbox:
         return "\n".join(said)
 
     async def reset(self) -> None:
-        """Another's turn: no name, file or process is left."""
+        """Restart the session for another rollout, without names, files or threads of the last."""
         await self._send_request({"reset": True})
 
     async def close(self) -> None:
@@ -141,7 +145,7 @@ class Sandbox:
 
 
 class Sandboxes:
-    """As many as rollouts need at once, at most `most`; each is used again by others, cleared."""
+    """A pool of at most `most` sandboxes, reset between rollouts."""
 
     def __init__(self, limits: Limits | None = None, most: int = 32) -> None:
         self.limits, self.most = limits or Limits(), most

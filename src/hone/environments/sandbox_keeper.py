@@ -74,7 +74,7 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 def enter_root(root, readable, disk):
-    """A root directory with nothing in it but what may be read."""
+    """Enter a root directory that holds only what may be read."""
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in readable:

@@ -1,4 +1,4 @@
-"""Environments whose model calls tools: Python functions, told to it by their signature and docstring."""
+"""Environments whose model calls tools: Python functions described by signature and docstring."""
 
 import functools
 import inspect
@@ -20,7 +20,7 @@ ToolFunction = Callable[..., Any]
 
 
 def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
-    """A function as an OpenAI tool. Descriptions are those of its docstring (Google's style: `Args:`)."""
+    """Return a function as an OpenAI tool, with descriptions from its Google-style docstring."""
     text, of_parameters = _parse_docstring(inspect.getdoc(_unwrap_partial(function)) or "")
     try:
         types = get_type_hints(_unwrap_partial(function))
@@ -56,14 +56,14 @@ def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
 
 
 def _unwrap_partial(function: ToolFunction) -> ToolFunction:
-    """Return the function as it was written, without arguments that were given to it in advance."""
+    """Return the original function of a partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """What stands before the sections, and what is said of each parameter."""
+    """Return the text before the sections, and the description of each parameter."""
     head, _, rest = text.partition("\nArgs:")
     head = re.split(r"\n(?:Returns|Raises|Examples?|Yields|Note)s?:", head)[0]
     rest = re.split(r"\n\S", rest)[0]
@@ -80,7 +80,7 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 class ToolRubric(Rubric):
-    """Metrics: how often tools were called, together and each."""
+    """Metrics: the number of tool calls, in total and per tool."""
 
     def __init__(self, tools: Sequence[ToolFunction] = ()) -> None:
         super().__init__()
@@ -104,9 +104,11 @@ def _list_calls(completion: list[Message]) -> list[dict[str, Any]]:
 
 
 class ToolEnv(MultiTurnEnv):
-    """The model calls `tools` until it answers without a call, or has spoken `max_turns` times.
+    """Environment in which the model calls `tools` until it answers without a call, or `max_turns`
+    is reached.
 
-    What a tool raises is told to the model as `error_formatter` writes it, unless it is one of `stop_errors`.
+    What a tool raises is returned to the model as `error_formatter` writes it, except
+    `stop_errors`.
     """
 
     times_its_calls = True
@@ -187,7 +189,7 @@ class ToolEnv(MultiTurnEnv):
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
     ) -> dict[str, Any]:
-        """The arguments of a call as the tool gets them."""
+        """Return the arguments of a call as the tool receives them."""
         return arguments
 
     async def call_tool(
@@ -211,10 +213,11 @@ class ToolEnv(MultiTurnEnv):
 
 
 class StatefulToolEnv(ToolEnv):
-    """Tools that get, beside what the model writes, arguments of the rollout that it does not see.
+    """Tools with extra arguments from the rollout that the model does not see.
 
-    `add_tool(tool, args_to_skip=["path"])` hides them; `update_tool_args(tool_name, tool_args, messages, state)`, which
-    is overridden, returns the arguments with them.
+    `add_tool(tool, args_to_skip=["path"])` hides them; override `update_tool_args(tool_name,
+    tool_args,
+    messages, state)` to return the arguments with them.
     """
 
     def update_tool_args(

@@ -1,7 +1,7 @@
-"""Conversations of several turns between a model and what an environment answers.
+"""Multi-turn conversations between a model and an environment.
 
 setup_state ─► [ is_completed? ─► env_response ─► client.chat ] … ─► cleanup ─► score
-                      └ max_turns_reached, prompt_too_long, has_final_env_response, what `@stop` marks
+                      └ max_turns_reached, prompt_too_long, has_final_env_response, methods marked `@stop`
 """
 
 import logging
@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
-    """A decorator of methods, with or without `(priority=…)`; those of higher priority come first."""
+    """Return a decorator of methods with an optional `(priority=…)`; higher priority runs first."""
 
     def mark_method(method: F | None = None, *, priority: int = 0) -> Any:
         def with_priority(method: F) -> F:
@@ -41,14 +41,16 @@ teardown = _make_decorator("teardown", "that is called when the environment is n
 
 
 class MultiTurnEnv(Environment):
-    """A model and an environment speak in turn, at most `max_turns` times the model (-1: no limit).
+    """A model and an environment take turns, with at most `max_turns` model turns (-1: no limit).
 
-    Overridden: `env_response(messages, state)` gives the messages that answer the model's last; `setup_state(state)`
-    prepares a rollout; methods marked by `@stop` end it, and so does `state["final_env_response"]`, messages that the
-    model does not answer. All may be plain functions or async.
+    Override `env_response(messages, state)` to answer the model's last message, and
+    `setup_state(state)` to prepare a rollout. Methods marked `@stop` end it, and so does
+    `state["final_env_response"]`, messages that the model does not answer. All may be sync or
+    async.
 
-    `state` has prompt, completion (messages so far), answer, info, task, example_id, turn (how often the model spoke),
-    trajectory (prompt and completion of each turn), and what the environment puts there.
+    `state` has prompt, completion (messages so far), answer, info, task, example_id, turn (number
+    of model
+    turns), trajectory (prompt and completion of each turn), and what the environment adds.
     """
 
     times_its_calls = (
@@ -67,12 +69,14 @@ class MultiTurnEnv(Environment):
         return state
 
     async def env_response(self, messages: list[Message], state: State) -> Any:
-        """What the environment says to `messages`, the whole conversation; the model spoke last."""
+        """Return the environment's answer to `messages`, whose last one is the model's."""
         raise NotImplementedError(f"{type(self).__name__} has no env_response(messages, state)")
 
     async def is_completed(self, *given: Any) -> bool:
-        """Whether the conversation is over; `state["stop_condition"]` then says why. An override takes (state) or
-        (messages, state)."""
+        """Return True if the conversation is over; `state["stop_condition"]` then says why.
+
+        An override takes (state) or (messages, state).
+        """
         state: State = given[-1]
         for name, holds in BUILT_IN.items():
             if holds(self, state):
@@ -85,7 +89,7 @@ class MultiTurnEnv(Environment):
         return False
 
     def tools_of(self, state: State) -> list[Tool] | None:
-        """The tools that the model is told of."""
+        """Return the tools offered to the model."""
         return None
 
     # ------------------------------------------------------------------------------------------ the loop
@@ -182,13 +186,13 @@ class MultiTurnEnv(Environment):
         return over
 
     def _is_ours(self, name: str) -> bool:
-        """Whether a method is not overridden: then it does little, and is not worth looking at for every rollout."""
+        """Return True if a method is not overridden, so that calling it can be skipped."""
         return getattr(getattr(self, name), "__func__", None) is getattr(MultiTurnEnv, name)
 
     async def _call_hook(
         self, name: str, state: State, messages: list[Message] | None = None
     ) -> Any:
-        """A method that may be the user's: with (messages, state) or (state), as it was written."""
+        """Call a method that a user may have overridden, with (messages, state) or (state)."""
         method = getattr(self, name)
         takes_messages = messages is not None and positional_names(method)[:1] not in (
             ("state",),
@@ -216,7 +220,9 @@ BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
 
 
 def _parse_messages(given: Any, state: State) -> list[Message]:
-    """The messages that an environment answered with: a list, one, its text; or any of them and the state."""
+    """Return the messages of an environment's answer: a list, one message, text, or these with the
+    state.
+    """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict):
         given, changed = given
         state.update(changed)
@@ -234,7 +240,7 @@ def _parse_messages(given: Any, state: State) -> list[Message]:
 
 
 class SingleTurnEnv(MultiTurnEnv):
-    """One question, one answer."""
+    """An environment of one question and one answer."""
 
     def __init__(self, **others: Any) -> None:
         super().__init__(max_turns=1, **others)

@@ -1,4 +1,4 @@
-"""The flags of `vf-eval`. Imports nothing heavy."""
+"""Flags of `vf-eval`. Imports nothing heavy."""
 
 import argparse
 import tomllib
@@ -199,9 +199,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """The evaluations that are asked for: one, or those of a TOML file, whose own keys win over the flags.
+    """Return the evaluations to run: one, or those of a TOML file, whose keys win over flags.
 
-    Raises ValueError for keys that it does not know.
+    Raises ValueError for unknown keys.
     """
     if not args.env.endswith(".toml"):
         return [args]
@@ -250,7 +250,8 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a request; those under extra_body, where OpenAI's client has them, stand beside the others."""
+    """Return fields of a request, with those under extra_body (as OpenAI's client has them) lifted.
+    """
     return {key: value for key, value in given.items() if key != "extra_body"} | (
         given.get("extra_body") or {}
     )

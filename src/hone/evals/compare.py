@@ -1,4 +1,4 @@
-"""`vf-eval --compare A B`: whether two evaluations of the same examples differ."""
+"""`vf-eval --compare A B`: test if two evaluations of the same examples differ."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -12,7 +12,7 @@ from hone.evals.results import Folder
 
 
 def compare_results(a: Path, b: Path) -> int:
-    """Prints reward and metrics, paired by example. Raises ValueError where there is nothing to compare."""
+    """Print rewards and metrics paired by example. Raises ValueError if nothing is comparable."""
     one, other = by_example(a), by_example(b)
     table = Table(title=f"A {a}\nB {b}", box=None, pad_edge=False, title_justify="left")
     for heading in ("", "A", "B", "B - A", "95 %", "p", "better", "worse"):
@@ -39,7 +39,7 @@ def compare_results(a: Path, b: Path) -> int:
 
 
 def by_example(path: Path) -> dict[str, dict[str, float]]:
-    """Of each metric the mean of every example's rollouts that did not fail."""
+    """Return for each metric the mean per example over rollouts that did not fail."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in Folder.open(path).read_rows():
         if not row["error"]:

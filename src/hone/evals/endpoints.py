@@ -22,7 +22,8 @@ class Endpoint:
 
 
 def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
-    """Where to send requests: `base_url` as given, else what the registry says of `model` (or of "default")."""
+    """Return the endpoint: `base_url` if given, else the registry's entry for `model` or "default".
+    """
     if base_url is not None:
         return Endpoint(base_url, model, os.environ.get(key_variable) or own_key(base_url))
     entries = _read_endpoints(Path(registry))
@@ -45,7 +46,7 @@ def find_endpoint(model: str, base_url: str | None, key_variable: str, registry:
 
 
 def is_named(model: str, registry: str) -> bool:
-    """Whether the registry has an entry of that name."""
+    """Return True if the registry has an entry of that name."""
     return model in _read_endpoints(Path(registry))
 
 

@@ -1,4 +1,5 @@
-"""How far an evaluation is, with the mean so far: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of an evaluation with the mean so far: a bar on a terminal, occasional lines elsewhere.
+"""
 
 import sys
 import time
@@ -15,7 +16,9 @@ EVERY = 30.0  # seconds between lines
 
 
 class Progress:
-    """Use as `with`; rollouts go into the folder, if there is one, as they come."""
+    """Context manager that shows progress and writes rollouts to the folder, if any, as they
+    finish.
+    """
 
     def __init__(self, name: str, count: int, folder: Folder | None) -> None:
         self.count, self.folder, self.name = count, folder, name

@@ -1,4 +1,4 @@
-"""Evaluation of a model while it is trained, by whoever samples for it. Imports no torch.
+"""Evaluate a model during training, with any client that samples from it. Imports no torch.
 
 held-out examples x rollouts ─► env.rollout(client) ─► eval/ENV/reward, …
 """
@@ -19,7 +19,7 @@ from hone.records import Example, Rollout, Sampling
 async def evaluate_environments(
     config: EvalConfig, environments: dict[str, Environment], client: TokenClient, seed: int
 ) -> dict[str, float]:
-    """Mean reward and metrics of each environment."""
+    """Return the mean reward and metrics of each environment, as eval/ENV/NAME."""
     found: dict[str, float] = {}
     for name, environment in environments.items():
         examples = environment.get_eval_dataset()[: config.num_examples]
@@ -44,11 +44,16 @@ async def attempt_rollouts(
     done: Callable[[int, Rollout], None] | None = None,
     give_up: Callable[[], bool] = lambda: False,
 ) -> list[Rollout]:
-    """n rollouts of each example, those of an example side by side, each with a seed of its own after `sampling`'s.
+    """Run n rollouts per example, grouped by example, each with its own seed after `sampling.seed`.
 
-    `timeout`: seconds of one; `at_once`: how many may be under way; `known`: those that are there already, by number;
-    `done` is told of each that has ended; `give_up` is asked before each whether it is still worth it. One that fails
-    carries its error.
+    Args:
+        timeout: seconds per rollout.
+        at_once: most rollouts in flight.
+        known: finished rollouts by number, which are not run again.
+        done: called with each finished rollout.
+        give_up: checked before each rollout; True skips it.
+
+    A rollout that fails carries its error.
     """
     count = len(examples) * n
     slots = asyncio.Semaphore(at_once or max(1, count))
@@ -81,14 +86,14 @@ async def attempt_rollouts(
 
 
 def mean_scores(rollouts: list[Rollout]) -> dict[str, float]:
-    """Mean reward and metrics of those that did not fail, and how many did."""
+    """Return mean reward and metrics of rollouts that did not fail, and the number that did."""
     scored = [r for r in rollouts if not r.error]
     reward = {"reward": float(np.mean([r.reward for r in scored]))} if scored else {}
     return metric_means(scored) | reward | {"failed": len(rollouts) - len(scored)}
 
 
 def metric_means(scored: list[Rollout]) -> dict[str, float]:
-    """Of each metric, over the rollouts that have it."""
+    """Return the mean of each metric over the rollouts that have it."""
     names = sorted({name for r in scored for name in r.metrics})
     return {
         name: float(np.mean([r.metrics[name] for r in scored if name in r.metrics]))

@@ -1,4 +1,4 @@
-"""Evaluation between training steps without a server: samples in place from the model that is being trained."""
+"""Evaluate between training steps without a server, sampling from the model being trained."""
 
 from hone.config.sections import EvalConfig
 from hone.engine.engine import Engine
@@ -13,7 +13,7 @@ CACHE_GIB = 4.0  # of keys and values, beside what training needs
 
 
 class Evaluation:
-    """Keeps its engine for a model that is given again; the weights may have changed meanwhile."""
+    """Evaluate a model with an engine that is kept while the same model is passed."""
 
     def __init__(self, config: EvalConfig, seed: int) -> None:
         self.config, self.seed = config, seed
@@ -22,7 +22,7 @@ class Evaluation:
         self._engine: Engine
 
     def __call__(self, model: Transformer, tokenizer: Tokenizer, step: int) -> dict[str, float]:
-        """On the thread that computes."""
+        """Evaluate. Call it on the compute thread."""
         if self._sampled is None or self._sampled.trained is not model:
             self._sampled = Merged(model)
             self._engine = Engine(self._sampled.model, kv_cache_gib=CACHE_GIB)

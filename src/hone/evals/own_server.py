@@ -1,6 +1,8 @@
-"""A server for the time of an evaluation, where none is given and the model is one that can be loaded here.
+"""Start a server for the duration of an evaluation, if none is given and the model can be loaded
+here.
 
-MODEL, or an adapter's directory ─► `inference` as a process on a free port of this machine ─► Endpoint; it ends with us
+MODEL, or an adapter's directory ─► `inference` process on a free local port ─► Endpoint; it ends
+with this process
 """
 
 import contextlib
@@ -22,7 +24,7 @@ SERVING = re.compile(rb" at (http://\S+) \(ready after")
 
 
 def can_be_loaded(model: str) -> bool:
-    """Whether a name is a directory with a model or an adapter, or may be a model of the hub."""
+    """Return True for a directory with a model or an adapter, or a name that may be a hub id."""
     path = Path(model).expanduser()
     if path.is_dir():
         return any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
@@ -41,10 +43,11 @@ def endpoint_for(
     registry: str,
     chat_template: str | None = None,
 ) -> Iterator[Endpoint]:
-    """Yield the server that is given or named; else, for a model that can be loaded here, one of its own.
+    """Yield the given or named server, or start one for a model that can be loaded here.
 
-    The default server on this machine is used where it serves the model, unless a `chat_template` is given, which is
-    for a server of its own alone. Raises ValueError where there is none.
+    The default local server is used if it serves the model, unless a `chat_template` is given,
+    which needs
+    a server of its own. Raises ValueError if there is none.
     """
     found, path = None, Path(model).expanduser()
     if (
@@ -83,7 +86,7 @@ def endpoint_for(
 
 
 def _is_serving(endpoint: Endpoint) -> bool:
-    """Whether the server answers and has the model."""
+    """Return True if the server answers and has the model."""
     headers = {"Authorization": f"Bearer {endpoint.api_key}"} if endpoint.api_key else {}
     uses_proxy = httpx.URL(endpoint.base_url).host not in LOOPBACK
     try:
@@ -96,9 +99,9 @@ def _is_serving(endpoint: Endpoint) -> bool:
 
 @contextlib.contextmanager
 def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoint]:
-    """Serve a model, or an adapter with the model that it names as its base.
+    """Serve a model, or an adapter together with its base model.
 
-    Raises ValueError with what the server said where it does not come up.
+    Raises ValueError with the server's message if it does not start.
     """
     words, name = ["--model.name", model], model
     adapter = Path(model).expanduser() / "adapter_config.json"

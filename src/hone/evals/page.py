@@ -1,4 +1,4 @@
-"""Rollouts as one HTML page that needs nothing else: a summary, and every conversation with what it was worth."""
+"""Self-contained HTML page of rollouts: a summary, and each conversation with its reward."""
 
 import html
 import json

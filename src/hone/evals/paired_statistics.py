@@ -1,4 +1,4 @@
-"""What an evaluation can say: a mean and how sure it is, pass@k, and whether two evaluations differ. Pure."""
+"""Statistics of evaluations: standard errors, pass@k, paired comparison. Pure functions."""
 
 import math
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ SIGMAS = 1.96  # of a 95 % interval
 
 
 def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
-    """Standard error of the mean of `values` of which those of a cluster (an example) depend on each other.
+    """Return the standard error of a mean whose values depend on each other within a cluster.
 
-    sqrt(G / (G - 1) * sum over the G clusters of (sum of residuals)²) / N; NaN for one cluster (Miller 2024, eq. 4).
+    sqrt(G / (G - 1) * sum over the G clusters of (sum of residuals)²) / N; NaN for one cluster
+    (Miller 2024, eq. 4).
     """
     value, cluster = np.asarray(values, dtype=np.float64), np.asarray(clusters)
     _, number = np.unique(cluster, return_inverse=True)
@@ -25,7 +26,10 @@ def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
-    """Mean over examples of 1 - C(n - c, k) / C(n, k): that one of k of its n rollouts succeeds (Chen et al. 2021)."""
+    """Return the mean over examples of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021).
+
+    This estimates the probability that at least one of k rollouts succeeds.
+    """
     found = []
     for rollouts in successes:
         n, c = len(rollouts), sum(rollouts)
@@ -36,7 +40,9 @@ def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Of B from A, paired by example: mean, its standard error, two-sided p, how many examples are better or worse."""
+    """Difference B - A paired by example: mean, standard error, two-sided p, examples better and
+    worse.
+    """
 
     mean: float
     error: float
@@ -47,7 +53,7 @@ class Difference:
 
 
 def paired_difference(a: dict[str, float], b: dict[str, float]) -> Difference:
-    """Of what both have. Raises ValueError where that is nothing."""
+    """Compare the examples that both have. Raises ValueError if there are none."""
     both = sorted(a.keys() & b.keys())
     if not both:
         raise ValueError("the two evaluations have no example in common")

@@ -1,4 +1,6 @@
-"""Folders of results: outputs/evals/ENV--MODEL/ID/{results.jsonl, metadata.json}; read again to go on or to compare."""
+"""Result folders outputs/evals/ENV--MODEL/ID/{results.jsonl, metadata.json}, also read to resume or
+compare.
+"""
 
 import json
 import uuid
@@ -23,7 +25,7 @@ SAME = (
 
 
 class Folder:
-    """Written as rollouts end, so that an evaluation that was ended can go on."""
+    """A result folder, written as rollouts finish, so that an interrupted evaluation can resume."""
 
     def __init__(self, path: Path, settings: dict[str, Any], token_ids: bool = False) -> None:
         self.path, self.settings, self.token_ids = path, settings, token_ids
@@ -38,7 +40,7 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path) -> "Folder":
-        """Raises ValueError for a folder that has no results."""
+        """Open a folder. Raises ValueError if it has no results."""
         if not (path / ABOUT).is_file():
             raise ValueError(
                 f"{path} has no {ABOUT}: it is no folder of results (outputs/evals/ENV--MODEL/ID)"
@@ -54,7 +56,7 @@ class Folder:
             file.write(self._format_line(number, rollout))
 
     def end_line(self) -> None:
-        """What was cut in the middle of a line stands alone."""
+        """End a truncated last line, so that new rows start on their own line."""
         file = self.path / FILE
         if file.is_file() and not file.read_text().endswith("\n"):
             with file.open("a") as out:
@@ -71,7 +73,7 @@ class Folder:
         return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
     def rewrite_rollouts(self, rollouts: list[Rollout]) -> None:
-        """All of them, in their order."""
+        """Write all rollouts in order."""
         whole = "".join(
             self._format_line(number, rollout) for number, rollout in enumerate(rollouts)
         )
@@ -89,7 +91,7 @@ class Folder:
         return found
 
     def read_known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
-        """The rollouts that need not be made again. Raises ValueError where other settings are asked for."""
+        """Return finished rollouts by number. Raises ValueError if the settings differ."""
         for key in SAME:
             if self.settings.get(key) != settings[key]:
                 raise ValueError(
@@ -104,7 +106,7 @@ class Folder:
 
 
 def find_unfinished(settings: dict[str, Any]) -> Folder | None:
-    """The newest folder of an evaluation that was not finished, with these settings."""
+    """Return the newest unfinished folder with these settings, or None."""
     name = f"{settings['env']}--{settings['model']}".replace("/", "--")
     paths = sorted(
         (Path("outputs") / "evals" / name).glob(f"*/{ABOUT}"), key=lambda path: path.stat().st_mtime

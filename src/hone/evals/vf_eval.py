@@ -1,4 +1,4 @@
-"""`vf-eval`: an environment, a served model, an average reward and how sure it is.
+"""`vf-eval`: evaluate a served model on an environment, with standard errors.
 
     examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; saved as they come with -s
 
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_evaluation(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluates, prints and saves; what is in the metadata."""
+    """Evaluate, print and save; return the metadata."""
     with endpoint_for(
         args.model, args.api_base_url, args.api_key_var, args.endpoints_path, args.chat_template
     ) as endpoint:
@@ -147,7 +147,7 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
 def choose_folder(
     args: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[Folder | None, dict[int, Rollout]]:
-    """The folder for results, if any, and what is known from it."""
+    """Return the results folder, if any, and the rollouts known from it."""
     if args.resume is None:
         return (Folder.create(settings, args.token_ids) if args.save_results else None), {}
     folder = Folder.open(Path(args.resume)) if args.resume else find_unfinished(settings)
@@ -170,7 +170,7 @@ async def collect_rollouts(
     known: dict[int, Rollout],
     progress: Progress,
 ) -> tuple[list[Rollout], dict[str, Any]]:
-    """All rollouts, and how many tokens the server says that it read and wrote for them."""
+    """Return all rollouts, and the server's counts of prompt and completion tokens."""
     server, most = (endpoint.base_url, endpoint.model, endpoint.api_key), args.max_concurrent
     failed, succeeds = 0, False
 
@@ -204,7 +204,9 @@ async def collect_rollouts(
 
 
 def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
-    """Means of those that did not fail, with standard errors clustered by example, pass@k, what ended them."""
+    """Return means, clustered standard errors, pass@k and stop reasons of rollouts that did not
+    fail.
+    """
     scored = [r for r in rollouts if not r.error]
     ids = [r.example.id for r in scored]
 

@@ -42,7 +42,9 @@ STILL, OPEN = (
 
 
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
-    """Return the routes. `api_key` opens all of them; `client_key` those that leave the server as it is."""
+    """Return the routes. `api_key` opens all of them, `client_key` those that do not change the
+    server.
+    """
     app = FastAPI(
         title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )

@@ -1,9 +1,7 @@
-"""What computes for a server: Hone's engine, in this process or in one of its own (engine_process.py),
-or a vLLM that is started
-here. Each is opened, has what is served, and runs the HTTP program as it needs.
+"""Backends of a server: Hone's engine, in this process or its own (engine_process.py), or a vLLM.
 
     with backend(config) as opened:
-        opened.run(program over opened.wait())     wait: until the model is loaded; what is served
+        opened.run(program over opened.wait())     wait: until the model is loaded; returns the served model
 """
 
 import asyncio
@@ -25,7 +23,7 @@ LOOK = 0.2  # seconds between looks whether vLLM is there
 
 
 def takes_vllm(config: InferenceConfig) -> bool:
-    """Whether vLLM is to compute, which `auto` leaves to what is asked for and to the model."""
+    """Return True if vLLM computes; `auto` decides by the configuration and the model."""
     is_wanted = config.backend == "vllm" or (config.backend == "auto" and config.needs_vllm)
     if is_wanted and config.model.numerics == "exact":
         raise ValueError(
@@ -52,14 +50,14 @@ def is_installed(config: InferenceConfig) -> bool:
 
 
 def is_apart(config: InferenceConfig) -> bool:
-    """Whether Hone's engine has a process of its own."""
+    """Return True if Hone's engine runs in a process of its own."""
     if config.engine_apart is None:
         return config.model.device != "cpu" and bool(machine.usable_gpus())
     return config.engine_apart
 
 
 class Embedded:
-    """Hone's engine in this process, served from a thread beside the one that computes."""
+    """Hone's engine in this process, with the HTTP program in another thread."""
 
     def __init__(self, config: InferenceConfig) -> None:
         from hone.engine.cache_budget import plan_cache
@@ -103,7 +101,7 @@ class Embedded:
 
 
 class Vllm:
-    """A vLLM that is started here, behind the same routes."""
+    """A vLLM started here, behind the same routes."""
 
     def __init__(self, config: InferenceConfig) -> None:
         from hone.inference.samplers.vllm import VllmSampler
@@ -135,7 +133,7 @@ class Vllm:
         self.process.__exit__()
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Raises SystemExit with BACKEND_LOST where vLLM ends before the program does."""
+        """Run the program. Raises SystemExit with BACKEND_LOST if vLLM ends first."""
 
         async def run_both() -> None:
             await self.sampler.open()
@@ -157,7 +155,7 @@ class Vllm:
 
     @staticmethod
     def run_headless(config: InferenceConfig) -> None:
-        """Copies of the model for a server on another machine, until they end or are ended."""
+        """Run replicas for a server on another machine until they end."""
         from hone.inference.samplers.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
 

@@ -1,4 +1,4 @@
-"""The connection of one request: the client that hangs up, and the one that reads while there is something to read."""
+"""The connection of one request: detect a client that hangs up, and stream to one that reads."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -15,13 +15,13 @@ HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 
 class HungUp(Exception):
-    """The client has gone."""
+    """Raised when the client has disconnected."""
 
 
 class Listening:
-    """While it is open, the task that opened it is cancelled when the client hangs up, which raises HungUp there.
+    """Context manager that cancels its task when the client hangs up, which raises HungUp there.
 
-    After the body of a request all that is received is that the client is gone.
+    After the body, the only message a connection can receive is the disconnect.
     """
 
     def __init__(self, connection: Request) -> None:
@@ -55,7 +55,7 @@ class Listening:
 
 
 async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """The results, in order. When the client hangs up first, all of it is cancelled. Raises HungUp."""
+    """Return the results in order. If the client hangs up first, cancel all and raise HungUp."""
     with Listening(connection):
         if len(work) == 1:
             return [await work[0]]
@@ -68,8 +68,9 @@ async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> lis
 
 
 class EventStream(Response):
-    """Server-sent events as they come, the last of which ends with DONE. When the client hangs up, `events` is closed
-    at once."""
+    """Response of server-sent events, ended by DONE. `events` is closed at once when the client
+    hangs up.
+    """
 
     def __init__(self, head: str, events: AsyncGenerator[str, None], listening: Listening) -> None:
         super().__init__(media_type="text/event-stream")

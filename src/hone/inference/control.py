@@ -79,7 +79,7 @@ class Ids(BaseModel):
 
 
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
-    """Adds the control routes; `is_guarded`: every route asks for a key already."""
+    """Add the control routes. `is_guarded`: every route requires a key already."""
     sampler = served.sampler
 
     async def from_here(request: Request) -> None:  # no thread is asked for it
@@ -136,7 +136,7 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/progress", dependencies=guard)
     async def progress(body: Known) -> dict[str, Any]:
-        """`known`: how many tokens of a request are known already, by its name and number, NAME/I."""
+        """Report progress. `known` maps NAME/I to the number of tokens that the client has."""
         return await sampler.report_progress(body.known)
 
     @app.post("/score", dependencies=guard)

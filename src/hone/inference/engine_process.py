@@ -1,11 +1,13 @@
-"""Hone's engine in a process of its own: answering requests and sampling do not share Python's one lock.
+"""Hone's engine in a process of its own, so that answering requests and sampling do not share one
+GIL.
 
     server: routes ─► ApartSampler ── frames, over a pair of sockets ──► engine: EmbeddedSampler ─► EngineService
                            ▲                                                │
                            └───── results, by the number of the call ◄──────┘
 
-The sockets have no name, so nobody but these two processes reads or writes them; values travel pickled. The engine ends
-when the server is gone; the server ends, to be started again, when the engine is.
+The sockets have no name, so only these two processes read or write them; values are pickled. The
+engine exits when
+the server is gone; the server exits, to be restarted, when the engine is.
 """
 
 import asyncio
@@ -48,7 +50,8 @@ log = logging.getLogger("hone.inference")
 
 
 class SamplerFacts(NamedTuple):
-    """What the server knows of the engine without asking it. Comes with the result of what may have changed it."""
+    """The server's copy of the engine's facts, updated with the result of calls that may change it.
+    """
 
     context: int
     vocabulary: int
@@ -57,8 +60,11 @@ class SamplerFacts(NamedTuple):
 
 
 class Frames(asyncio.Protocol):
-    """Values to and from the other process. Those that are sent in one turn of the event loop arrive together; at most
-    so many are taken in one turn here."""
+    """Exchange values with the other process.
+
+    Values sent in one turn of the event loop arrive together; the number received per turn is
+    bounded.
+    """
 
     def __init__(
         self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None
@@ -108,7 +114,7 @@ def encode_frame(value: Any) -> bytes:
 
 
 def receive_value(sock: socket.socket) -> Any:
-    """The next value from a socket that blocks. Raises EOFError where the other end is gone."""
+    """Return the next value from a blocking socket. Raises EOFError if the peer is gone."""
 
     def read_exactly(count: int) -> bytes:
         parts = []
@@ -170,7 +176,7 @@ def _register_tokenizer(number: int, tokenizer: Tokenizer) -> None:
 
 
 class ApartSampler(Sampler):
-    """Over an engine's process that is ready. Call `open` on the event loop."""
+    """Sampler over a running engine process. Call `open` on the event loop."""
 
     can = ENGINE_CAN
 
@@ -284,7 +290,7 @@ class ApartSampler(Sampler):
 
 
 class Apart:
-    """The backend: starts the engine's process, and ends it."""
+    """Backend that starts and ends the engine process."""
 
     def __init__(self, config: InferenceConfig) -> None:
         self.config = config
@@ -302,7 +308,7 @@ class Apart:
         return self
 
     def wait(self) -> Served:
-        """Raises what the engine's process could not start for."""
+        """Wait for the engine. Raises the error that kept it from starting."""
         try:
             ready = receive_value(self.sock)
         except (EOFError, OSError):
@@ -346,7 +352,7 @@ class Apart:
             )  # at once: who waits for an answer learns of it and asks elsewhere
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Raises SystemExit with BACKEND_LOST where the engine's process ends before the program does."""
+        """Run the program. Raises SystemExit with BACKEND_LOST if the engine process ends first."""
 
         async def run_both() -> None:
             await self.sampler.open(self.sock)
@@ -368,7 +374,7 @@ def collect_facts(sampler: Sampler) -> SamplerFacts:
 
 
 async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
-    """Does what the frames of a server ask for, until it is gone; then so is this process."""
+    """Execute the calls of a server until it is gone."""
     tasks: dict[int, asyncio.Task[None]] = {}
 
     async def generate_completion(data: bytes, has_form: bool) -> tuple[Completion, str]:
@@ -416,7 +422,7 @@ async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
 
 
 def make_portable(error: Exception) -> Exception:
-    """As it is, where it can travel."""
+    """Return the error, or one with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

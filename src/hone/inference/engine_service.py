@@ -1,16 +1,21 @@
-"""The compute thread: the one thread that owns a device. Everything else is asyncio and never calls torch.
+"""The compute thread: the one thread that owns a device. Everything else is asyncio and never calls
+torch.
 
     event loop (its own thread)                  compute (the main thread)
     generate(request) ─ pending ─ flush ─► inbox ─► engine.add ─► engine.step … ─┐
     run(function)     ───────────────────► inbox ─► function() between two steps ─┤
-    awaiting futures ◄─ call_soon_threadsafe, once a step ◄───── what finished ◄──┘   (lockstep: once all did)
+    awaiting futures ◄─ call_soon_threadsafe, once per step ◄── finished requests ◄┘   (lockstep: once all are done)
 
-Requests made in the same turn of the event loop reach the engine together, so the rollouts of a group share
-their prompt. In lockstep mode completions are held until the engine has run dry: what is computed together then does
-not depend on timing, so runs repeat to the bit, and rewards do not compete with decoding for the cores.
+Requests made in one turn of the event loop reach the engine together, so the rollouts of a group
+share their prompt.
+In lockstep mode completions are held until the engine is idle: batches then do not depend on
+timing, so runs repeat to
+the bit, and reward functions do not compete with decoding for cores.
 
-Compute is the main thread, since the OpenMP runtime counts worker threads over all threads that ever computed: with
-more of them than cores it puts workers to sleep after every operation, which makes small ones three times slower.
+Compute is the main thread because the OpenMP runtime counts worker threads over all threads that
+ever computed: with
+more of them than cores it puts workers to sleep after every operation, which makes small ones three
+times slower.
 """
 
 import asyncio
@@ -33,7 +38,8 @@ _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineService:
-    """An engine for asyncio: `run_beside` computes on this thread while an asyncio program runs on another."""
+    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread.
+    """
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
         self.engine, self.lockstep = engine, lockstep
@@ -51,9 +57,10 @@ class EngineService:
         program: Coroutine[Any, Any, None],
         run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
     ) -> None:
-        """Runs an asyncio program and serves its requests until it ends; what it raises is raised here.
+        """Run an asyncio program and serve its requests until it ends; its exception is raised
+        here.
 
-        Call on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
+        Call it on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
         """
         outcome: list[BaseException] = []
         self._closing = False
@@ -89,7 +96,8 @@ class EngineService:
             raise outcome[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """The completion of a request. Raises ValueError where the engine refuses it. Cancelling aborts it."""
+        """Return the completion of a request. Cancelling aborts it. Raises ValueError if refused.
+        """
         future: asyncio.Future[Completion] = self._loop.create_future()
         sequences: list[Sequence] = []
 
@@ -112,7 +120,7 @@ class EngineService:
             raise
 
     async def run_on_engine(self, function: Callable[[], T]) -> T:
-        """Runs a function on the compute thread, between two steps of the engine."""
+        """Run a function on the compute thread, between two steps of the engine."""
         future: asyncio.Future[T] = self._loop.create_future()
 
         def call_function() -> None:
@@ -126,17 +134,18 @@ class EngineService:
         return await future
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Calls something in the event loop's thread, soon; for the compute thread."""
+        """Schedule a call on the event loop's thread; for the compute thread."""
         with contextlib.suppress(
             RuntimeError
         ):  # the program has ended and its loop is closed: nobody waits for it
             self._loop.call_soon_threadsafe(call, *arguments)
 
     async def pause(self, mode: str) -> None:
-        """Stops computing until `resume`; requests are still taken. Returns once it has stopped.
+        """Stop computing until `resume`; requests are still accepted. Returns once stopped.
 
-        keep: what runs goes on after `resume`, with whatever weights there are then; wait: what runs is finished
-        first; abort: what runs and waits ends now, with what it has.
+        Args:
+            mode: keep: running requests continue after `resume`, with the weights of then; wait: they finish
+                first; abort: all requests end now with the tokens they have.
         """
 
         def stop_engine() -> None:
@@ -222,7 +231,7 @@ def _deliver_results(done: list[_Done]) -> None:
 
 
 class LocalClient:
-    """The model of this process as environments see it."""
+    """The model of this process with the client interface of environments."""
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer) -> None:
         self.service, self.tokenizer = service, tokenizer

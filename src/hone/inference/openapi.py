@@ -1,4 +1,4 @@
-"""The OpenAPI description of the server: `GET /openapi.json`. Routes whose bodies are read by hand are told of here."""
+"""OpenAPI description at `GET /openapi.json`, including routes that read their bodies by hand."""
 
 from typing import Any
 

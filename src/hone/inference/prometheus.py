@@ -1,4 +1,4 @@
-"""What Prometheus reads of a server: `GET /metrics`, in its text format."""
+"""Metrics of a server at `GET /metrics`, in Prometheus' text format."""
 
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ KINDS = {  # name: (kind, what it is)
 
 
 def of_engine(engine: "Engine") -> dict[str, float]:
-    """Call on the compute thread."""
+    """Return the engine's metrics. Call it on the compute thread."""
     pages = engine.pool.pages - 1
     return {
         "requests_running": len(engine.running_sequences),

@@ -1,6 +1,7 @@
-"""`inference`: what computes is started, the routes are put before it, and both run until they are interrupted.
+"""`inference`: start a backend, serve its routes, and run both until interrupted.
 
-config ─► backend (backends.py, engine_process.py), which loads the model ─► Served ─► routes (app.py) on an open socket
+config ─► backend (backends.py, engine_process.py), which loads the model ─► Served ─► routes
+(app.py) on an open socket
 """
 
 import contextlib
@@ -21,7 +22,7 @@ log = logging.getLogger("hone.inference")
 
 
 def serve_model(config: InferenceConfig) -> None:
-    """Loads the model, with whatever computes, and serves it until interrupted."""
+    """Load the model on the configured backend and serve it until interrupted."""
     api_key = config.api_key or own_key()
     host = config.server.host or ("127.0.0.1" if api_key is None else "0.0.0.0")
     if api_key is None and host not in LOOPBACK:

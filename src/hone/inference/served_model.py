@@ -1,4 +1,4 @@
-"""What a server serves: a sampler, the tokenizer of its model, and a name. Changes with new weights."""
+"""The served model: a sampler, its tokenizer and a name, which change with new weights."""
 
 import asyncio
 import logging
@@ -32,7 +32,9 @@ def find_allowed_directories(config: InferenceConfig) -> list[Path]:
 
 
 class Served:
-    """A sampler and its tokenizer under a name. Weights and adapters are read from the `allowed` directories alone."""
+    """A sampler and its tokenizer under a name. Weights and adapters come only from `allowed`
+    directories.
+    """
 
     def __init__(
         self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]
@@ -47,14 +49,17 @@ class Served:
 
     @property
     def model_names(self) -> list[str]:
-        """By which requests may ask: the model, and its adapters."""
+        """Return the names that requests may use: the model's and its adapters'."""
         return [self.name, *self.sampler.adapters]
 
     async def update_weights(
         self, delivered: Path, version: int, name: str | None, message: Message
     ) -> dict[str, Any]:
-        """Takes new weights as the message says, and the tokenizer that lies with them or beside them; `delivered` has
-        at least their config.json. Raises ValueError where they cannot be loaded."""
+        """Load weights as the message says, and the tokenizer beside them.
+
+        `delivered` has at least the model's config.json. Raises ValueError if they cannot be
+        loaded.
+        """
         self._check_directory(delivered)
         files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
@@ -71,7 +76,7 @@ class Served:
         return found | self._describe_model()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
-        """Takes a LoRA adapter; requests name it as their model."""
+        """Load a LoRA adapter, which requests name as their model."""
         if name == self.name:
             raise ValueError(f"lora_name: {name!r} is the name of the model itself")
         self.sampler.require_capability("adapters")
@@ -81,7 +86,7 @@ class Served:
         return await self.describe_state()
 
     def _check_directory(self, directory: Path) -> None:
-        """Raises ValueError for what is no directory, or is not among the allowed."""
+        """Raise ValueError for a path that is no directory or is not allowed."""
         try:
             is_there = directory.is_dir()
         except OSError:  # a name that no file can have

@@ -1,4 +1,4 @@
-"""The address of a server: had before any weight is loaded, and who has it where somebody else does."""
+"""Bind a server's address before weights are loaded, and report who holds it otherwise."""
 
 import os
 import socket
@@ -7,7 +7,9 @@ from pathlib import Path
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """A bound socket. Raises ValueError when the address cannot be had, with who holds it where the system tells."""
+    """Return a bound socket. Raises ValueError if the address is unavailable, naming its holder if
+    known.
+    """
     # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
     sock = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
@@ -26,7 +28,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def describe_port_holder(port: int) -> str:
-    """Whose process listens on a port, where /proc tells: ` by process 42 (python -m …)`."""
+    """Return the process that listens on a port, by /proc: ` by process 42 (python -m …)`."""
     sockets = {f"socket:[{inode}]" for inode in find_listening_sockets(port)}
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         try:
@@ -40,7 +42,7 @@ def describe_port_holder(port: int) -> str:
 
 
 def find_listening_sockets(port: int) -> Iterator[str]:
-    """The inodes of sockets that listen on a port."""
+    """Return the inodes of sockets that listen on a port."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]

@@ -1,1 +1,3 @@
-"""Fused operations with hand-written gradients; tests hold them to plain twins (`tests/twins.py`, `*_reference`)."""
+"""Fused operations with hand-written gradients, tested against plain torch (`tests/twins.py`,
+`*_reference`).
+"""

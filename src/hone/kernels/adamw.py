@@ -1,9 +1,11 @@
-"""A step of AdamW (Loshchilov & Hutter 2019) on one weight, whose moments may be kept in bfloat16.
+"""One AdamW step (Loshchilov & Hutter 2019) on one weight, with moments optionally in bfloat16.
 
-    gradient, moments, master in fp32 ─► moments, master, and the weight in its own type
+    gradient, moments, fp32 master ─► moments, master, and the weight in its own type
 
-A second moment changes by a thousandth of itself a step, less than bfloat16 can hold: rounded to the nearest it would
-stand still. It is rounded up or down at random, so that on average nothing is lost. A seed gives the same draws again.
+A second moment changes by a thousandth of itself per step, less than bfloat16 resolves: rounded to
+nearest it would
+not move. It is rounded stochastically instead, which is correct on average. A seed repeats the
+draws.
 """
 
 import math
@@ -18,7 +20,9 @@ from hone.kernels.pinned_memory import brought
 
 @dataclass(frozen=True)
 class Change:
-    """What a step is, for all weights: `scale` of gradients (clipping), learning rate, and which step it is, from 1."""
+    """A step's parameters for all weights: gradient `scale` (clipping), learning rate, step number
+    from 1.
+    """
 
     scale: float
     lr: float
@@ -28,13 +32,12 @@ class Change:
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """By which the first moment is divided, and the root of the second."""
+        """Divisors of the first moment and of the root of the second."""
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 
 def takes(tensor: Tensor) -> bool:
-    """Whether there is a kernel for it, on a GPU or in memory locked for one (`host.py`): one pass over memory, not
-    five."""
+    """Return True if a single-pass kernel supports the tensor, on a GPU or in pinned memory."""
     there = gpu.IS_AVAILABLE and (
         tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned())
     )
@@ -42,9 +45,13 @@ def takes(tensor: Tensor) -> bool:
 
 
 class AdamW:
-    """`tensors`: weights, their fp32 masters (the same memory where weights are in fp32), first and second moments.
-    `step` moves them in place, so they have to stay where they are. All but weights may be on another device.
-    `decays`: the weight decay of each weight."""
+    """In-place AdamW over weights, fp32 masters (the same memory for fp32 weights), and both
+    moments.
+
+    Tensors must stay at their addresses. All but the weights may be on another device. `decays` is
+    the
+    weight decay of each weight.
+    """
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
         self.tensors, self.decays, self.table = tensors, decays, None
@@ -63,7 +70,8 @@ class AdamW:
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
     def rehearse(self) -> None:
-        """A step of few numbers, for the kernel to be compiled: for gradients as they come, and for sums in fp32."""
+        """Run a step of few numbers to compile the kernel, for gradients in their type and in fp32.
+        """
         if self.table is not None:
             device, count = self.tensors[0][0].device, self.table.fewest
             ones = [column[0].flatten()[:count].to(device, copy=True) for column in self.tensors]
@@ -99,7 +107,7 @@ def adamw_reference(
 
 
 def _at_random(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Values of bfloat16 around x: the nearer one the likelier."""
+    """Round x to bfloat16 stochastically."""
     draws = torch.randint(
         0, 2**16, x.shape, dtype=torch.int32, generator=generator, device=x.device
     )

@@ -1,9 +1,10 @@
-"""The two halves of a block as they are trained on a CPU, each one compiled call going forward and one back.
+"""The two halves of a training block on a CPU, one compiled call forward and one backward each.
 
     x ─ add, norm, qkv, heads, attention ─► mixed ─ out, add, norm, gate_up, swiglu, down ─►        mix, feed
 
-The same numbers to the bit as by the operations one by one, of which a small model's take less time than Python does
-between them. Written in `kernels/cpu/block.py`.
+Results have the bits of the separate operations, which for a small model take less time than the
+Python between them.
+Implemented in `kernels/cpu/block.py`.
 """
 
 from typing import Any
@@ -27,7 +28,7 @@ def mix(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and what attention makes of its norm, T x (H * E)."""
+    """Return x + delta, and the attention output of its norm, T x (H * E)."""
     inputs = (
         x_TD,
         delta_TD,
@@ -54,7 +55,7 @@ def feed(
     down_DF: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """x + out(mixed), and what the feed-forward part makes of its norm."""
+    """Return x + out(mixed), and the feed-forward output of its norm."""
     total, delta = _Feed.apply(x_TD, mixed_TA, out_DA, norm_D, gate_up_GD, down_DF, eps)  # type: ignore[no-untyped-call]
     return total, delta
 

@@ -1,4 +1,4 @@
-"""CUDA graphs by what they were captured for; those that are kept together share one pool of memory."""
+"""CUDA graphs by key; the graphs of one collection share a memory pool."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -8,10 +8,12 @@ import torch
 
 
 class Captured:
-    """One runs after the other, so that they may use the same memory; a graph's result stands until it runs again.
+    """A collection of graphs that run one after the other; a graph's result is valid until the next
+    runs.
 
-    `stand_in`: whether graphs of larger work do smaller work that has none yet, until one of its own would pay. The
-    last bits of a result then depend on what was captured before.
+    With `stand_in`, graphs of larger work do smaller work until a graph of its own would pay off.
+    The last
+    bits of a result then depend on what was captured before.
     """
 
     def __init__(self, stand_in: bool = False) -> None:
@@ -29,15 +31,17 @@ class Captured:
         return iter(self.graphs)
 
     def may_stand_in(self, key: Hashable, spare: float, pays: float) -> bool:
-        """Whether a graph of larger work, `spare` of which would be for nothing, may do the work of `key` once more: as
-        long as all of that together is less than what a graph of its own costs."""
+        """Return True if a larger graph, with `spare` wasted work, may do the work of `key` once
+        more.
+
+        It may while the total waste is less than the cost `pays` of a capture.
+        """
         if self.stand_in:
             self._spare[key] += spare
         return self.stand_in and self._spare[key] < pays
 
     def capture(self, key: Hashable, forward: Callable[[], Any]) -> None:
-        """`forward` is called twice: once so that everything is compiled and set up, then for the graph. It is kept,
-        and so are the tensors that it holds: the graph reads them."""
+        """Call `forward` twice, to compile and to capture, and keep the graph and its tensors."""
         forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -48,14 +52,14 @@ class Captured:
         self.graphs[key] = graph, result, forward
 
     def replay(self, key: Hashable, times: int = 1) -> Any:
-        """What `forward` returned, as it is after that many replays."""
+        """Replay a graph `times` times and return what `forward` returned."""
         graph, result, _ = self.graphs[key]
         for _ in range(times):
             graph.replay()
         return result
 
     def clear(self) -> None:
-        """After tensors that graphs read were replaced."""
+        """Discard all graphs, after tensors that they read were replaced."""
         self.graphs.clear()
         self._spare.clear()
         self._pool = None

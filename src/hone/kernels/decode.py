@@ -1,4 +1,4 @@
-"""One token a sequence: attention over the pages of the cache, into which its keys and values go first."""
+"""Decode attention: one token per sequence over the pages of the cache, updated first."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Which sequences decode and where theirs stands: rows of `state` (`row_state.py`) and of the table of pages.
+    """The decoding sequences: their rows of `state` (`row_state.py`) and of the page table.
 
-    A sequence's position p is cell p % PAGE of page table[row, p // PAGE]. `shared`, `divided` and `is_long` are for
-    the GPU (`gpu/decode.py`).
+    Position p of a sequence is cell p % PAGE of page table[row, p // PAGE]. `shared`, `divided` and
+    `is_long` are for the GPU (`gpu/decode.py`).
     """
 
     active_B: Tensor
@@ -31,7 +31,7 @@ class DecodeRows:
 
 
 def takes_pages(x_THE: Tensor) -> bool:
-    """Whether a kernel reads the pages as they lie; else they are gathered."""
+    """Return True if a kernel reads the pages in place; otherwise they are gathered."""
     E = x_THE.shape[-1]
     return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (
         cpu.takes(x_THE) and E % 16 == 0
@@ -41,7 +41,10 @@ def takes_pages(x_THE: Tensor) -> bool:
 def attend_by_pages(
     q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
 ) -> Tensor:
-    """B x (H * E). keys, values: pages x PAGE x K x E of a layer. For CPU tensors that `takes_pages` accepts."""
+    """Return attention outputs, B x (H * E), for CPU tensors that `takes_pages` accepts.
+
+    keys, values: pages x PAGE x K x E of a layer.
+    """
     from hone.kernels.cpu import decode
     from hone.kernels.flat_attention import addresses
 

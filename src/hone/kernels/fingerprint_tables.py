@@ -1,5 +1,6 @@
-"""What fingerprints (`fingerprints.py`) are made of on every device: stretches of the words of tensors, and tables of
-them."""
+"""Tables of stretches of tensors' words, from which every device computes fingerprints
+(`fingerprints.py`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -18,21 +19,21 @@ COLUMNS = 4
 
 
 class FingerprintTable(ABC):
-    """Where the words of tensors stand, which stay there: found out once, read every time."""
+    """Addresses of the words of tensors, computed once and read for every fingerprint."""
 
     def forget(self) -> None:  # noqa: B027 - nothing to do where `add` does nothing
-        """Nothing has been added up."""
+        """Discard partial sums."""
 
     def add(self, numbers: tuple[int, ...]) -> None:  # noqa: B027
-        """The words of these tensors may be added up, once until `sums`; a device that computes by itself begins."""
+        """Mark tensors as ready, once before `sums`; an asynchronous device begins to sum them."""
 
     @abstractmethod
     def sums(self) -> Tensor:
-        """What `fingerprints.sums_reference` gives, as int64 on the device."""
+        """Return the result of `fingerprints.sums_reference`, as int64 on the device."""
 
 
 def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
-    """Of the tensors with these numbers, a row for each stretch."""
+    """Return a row for each stretch of the tensors with these numbers."""
     rows = [np.empty((0, COLUMNS), dtype=np.int64)]
     for number in numbers:
         one = words[number]
@@ -47,7 +48,7 @@ def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int
 
 @lru_cache(maxsize=256)
 def powers(count: int) -> NDArray[np.int64]:
-    """MIX to the power of count - 1, …, 1, 0, modulo 2^64: what the sums of stretches are multiplied by."""
+    """Return MIX^(count - 1), …, MIX, 1 modulo 2^64, the factors of the stretches' sums."""
     found, power = [], 1
     for _ in range(count):
         found.append(power)

@@ -1,4 +1,4 @@
-"""64 bits of each of many tensors that any one changed bit of it changes, alike on every device.
+"""64-bit fingerprints of tensors, equal on every device, that any single changed bit changes.
 
     words of an element's size ─ stretches of 2^18 ─► each word times an odd number of its place, summed ─► stretches,
     each times a power of another number, summed ─► 64 bits
@@ -18,30 +18,32 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprints:
-    """Of tensors that stay where they are while their values change."""
+    """Fingerprints of tensors at fixed addresses whose values change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.words = [one.view(-1).view(INTEGERS[one.element_size()]) for one in tensors]
         self.table = _table(self.words)
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Of these tensors, each once, whose values stay until the next call: a GPU computes theirs already."""
+        """Begin the fingerprints of these tensors, whose values must not change until the next
+        call.
+        """
         if self.table is not None:
             self.table.add(tuple(numbers))
 
     def forget(self) -> None:
-        """All that was begun, since values change."""
+        """Discard partial fingerprints after a weight update."""
         if self.table is not None:
             self.table.forget()
 
     def __call__(self) -> list[int]:
-        """From 0 to 2^64 - 1, one a tensor, in their order; the device is waited for once."""
+        """Return one number from 0 to 2^64 - 1 per tensor, in order, with one synchronization."""
         sums = self.table.sums() if self.table is not None else sums_reference(self.words)
         return [value % 2**64 for value in sums.tolist()]
 
 
 def _table(words: Sequence[Tensor]) -> FingerprintTable | None:
-    """None where plain torch adds up."""
+    """Return the table for these tensors, or None where plain torch computes."""
     if (
         gpu.IS_AVAILABLE
         and words
@@ -62,12 +64,12 @@ def _table(words: Sequence[Tensor]) -> FingerprintTable | None:
 
 
 def rehearse(weight: Tensor) -> None:
-    """For the kernel to be compiled (`gpu/compiling.py`) that weights like this one take."""
+    """Compile the kernel for weights like this one (`gpu/compiling.py`)."""
     Fingerprints([weight.new_zeros(1)])()
 
 
 def sums_reference(words: Sequence[Tensor]) -> Tensor:
-    """The same by torch, of tensors of integers in one dimension, as int64."""
+    """Return the sums of one-dimensional integer tensors by plain torch, as int64."""
     device = words[0].device if words else torch.device("cpu")
     factors = (torch.arange(WORDS, device=device) * ODD) | 1
     found = torch.zeros(len(words), dtype=torch.int64, device=device)

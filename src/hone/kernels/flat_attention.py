@@ -1,7 +1,9 @@
-"""Causal attention over the flat token axis on the CPU: no padding, no gathering (`cpu/attention.py` has the loops).
+"""Causal attention over the flat token axis on the CPU, without padding or gathering
+(`cpu/attention.py`).
 
-A sequence is (start, length, prefix start, prefix length); it sees its prefix and itself up to each token. Sequences
-that share a prefix, and the prefix itself, stand side by side as a group.
+A sequence is (start, length, prefix start, prefix length); each token sees the prefix and its
+sequence up to itself.
+Sequences that share a prefix, and the prefix itself, are adjacent and form a group.
 """
 
 from dataclasses import dataclass
@@ -16,14 +18,15 @@ from hone.kernels import cpu
 
 @dataclass
 class Sequences:
-    """`rows` S x 4 as above; group g has the rows groups[g] … groups[g + 1]."""
+    """`rows` S x 4 as above; group g has rows groups[g] … groups[g + 1]."""
 
     rows: NDArray[np.int64]
     groups: NDArray[np.int64]
 
 
 def takes(q_THE: Tensor) -> bool:
-    """Whether the compiled loops take this: fp32 on a CPU, a head size in whole vectors."""
+    """Return True if the compiled loops support this: fp32 on a CPU, a head size in whole vectors.
+    """
     return cpu.takes(q_THE) and takes_heads(q_THE.shape[-1])
 
 
@@ -32,7 +35,7 @@ def takes_heads(head_size: int) -> bool:
 
 
 def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
-    """T x H x E. For tensors that `takes` accepts."""
+    """Return attention outputs T x H x E, for tensors that `takes` accepts."""
     if torch.is_grad_enabled() and (
         q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad
     ):
@@ -55,12 +58,12 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Address of each, and floats from token to token."""
+    """Return the address of each tensor, and its floats from token to token."""
     return [value for x in tensors for value in (x.data_ptr(), x.stride(0))]
 
 
 def _dense_heads(x: Tensor) -> Tensor:
-    """Heads of a token end to end; tokens may be further apart."""
+    """Return x with the heads of a token contiguous; tokens may be further apart."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 

@@ -1,11 +1,13 @@
-"""The steps of a block as they are trained on a GPU, with gradients that keep little and compute the rest once more.
+"""Fused steps of a training block on a GPU, whose gradients keep little and recompute the rest.
 
     x ─ add, norm, linear ─► qkv ─ heads, flash attention ─► mixed ─ linear ─►       norm_linear, heads_attention
       ─ add, norm, linear ─► gate_up ─ swiglu, linear ─►                             norm_linear, swiglu_linear
 
-Kept between forward and back are the sums that are normed, qkv, what attention gives, and gate_up: 28 KiB a token and
-layer at Qwen3-0.6B's shape where keeping all would take 44. The kernels that compute gradients make the rest beside.
-Written in `kernels/gpu/training_kernels.py` and `attention.py`; tests hold them to `tests/twins.py`.
+Kept between forward and backward are the normed sums, qkv, attention's output, and gate_up: 28 KiB
+per token and layer
+at Qwen3-0.6B's shape, where keeping all would take 44. The gradient kernels recompute the rest.
+Implemented in
+`kernels/gpu/training_kernels.py` and `attention.py`; tests compare with `tests/twins.py`.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,9 @@ def norm_linear(
     b_OR: Tensor | None = None,
     whole_OD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x + delta, and the projection of its norm, T x O, by the weight or by weight + b a, which `whole` is if given."""
+    """Return x + delta, and the projection of its norm, T x O, by weight + b a (given as `whole`)
+    or weight.
+    """
     total, out = _NormLinear.apply(
         x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD
     )  # type: ignore[no-untyped-call]
@@ -47,7 +51,7 @@ def whole_linear(
     a_RI: Tensor | None = None,
     b_OR: Tensor | None = None,
 ) -> Tensor:
-    """x projected by `whole`, which is weight + b a: T x O."""
+    """Return x projected by `whole`, which is weight + b a: T x O."""
     out: Tensor = _WholeLinear.apply(x_TI, weight_OI, bias_O, a_RI, b_OR, whole_OI)  # type: ignore[no-untyped-call]
     return out
 
@@ -60,7 +64,7 @@ def swiglu_linear(
     b_OR: Tensor | None = None,
     whole_OF: Tensor | None = None,
 ) -> Tensor:
-    """silu(gate) * up, projected: T x O."""
+    """Return silu(gate) * up, projected: T x O."""
     out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR, whole_OF)  # type: ignore[no-untyped-call]
     return out
 
@@ -76,9 +80,11 @@ def heads_attention(
     eps: float,
     H: int,
 ) -> Tensor:
-    """Causal attention of a fused projection, N = H + 2K heads, over sequences, which may have a prefix.
+    """Return causal attention of a fused projection, N = H + 2K heads, over sequences with
+    prefixes.
 
-    Queries and keys are normalised where there are scales, and rotated by cos and sin, P x E, of their positions.
+    Queries and keys are normalized if there are scales, and rotated by cos and sin, P x E, of their
+    positions.
     `tiles` are those of the sequences (`kernels/gpu/attention.py`).
     """
     inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, tiles, eps, H)
@@ -87,9 +93,9 @@ def heads_attention(
 
 
 class _LowRankLinear:
-    """W x + b (+ B A x) inside a step: its input is thrown away and made once more for the gradients of weights.
+    """W x + b (+ B A x) inside a step; its input is discarded and recomputed for weight gradients.
 
-    `whole`: W + B A, by which the result is made in one product.
+    `whole`: W + B A, which gives the result in one product.
     """
 
     def __init__(
@@ -103,7 +109,7 @@ class _LowRankLinear:
         self.weight, self.bias, self.a, self.b, self.whole = weight, bias, a, b, whole
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The result, and A x where it was needed for that."""
+        """Return the result, and A x if it was computed."""
         if self.whole is not None:
             return half_linear(x, self.whole, self.bias), None
         out = half_linear(x, self.weight, self.bias)
@@ -113,7 +119,7 @@ class _LowRankLinear:
         return out.addmm_(h, self.b.t()), h
 
     def of_input(self, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x and of A x."""
+        """Return the gradients of x and of A x."""
         if self.a is None or self.b is None:
             return grad @ self.weight, None
         of_h = grad @ self.b
@@ -129,7 +135,7 @@ class _LowRankLinear:
         h: Tensor | None,
         of_h: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of W, b, A and B, where they are needed."""
+        """Return the gradients of W, b, A and B that are needed."""
         if h is None and self.a is not None and needs[3] and x is not None:
             h = x @ self.a.t()
         return (

@@ -1,12 +1,14 @@
-"""From hidden states to logprobs and entropies of targets, with never more than a chunk of the logits in memory.
+"""Logprobs and entropies of targets from hidden states, with at most a chunk of logits in memory.
 
     hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ─► loss ─► gradients of the chunk      (head_loss)
 
-    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps three numbers a row
-                     └───────── once more ─► softmax ─► gradients ◄──┘  backward                     (head_logprobs)
+    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps three numbers per row
+                     └───────── recomputed ─► softmax ─► gradients ◄─┘  backward                     (head_logprobs)
 
-The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. Where the loss of a chunk
-can be told without the others its gradients are made while its logits are there; else they are computed twice.
+The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. If the
+loss of a chunk
+does not depend on the others its gradients are computed with its logits; else logits are computed
+twice.
 """
 
 from collections.abc import Callable
@@ -30,9 +32,10 @@ def head_logprobs(
     temperature_N: Tensor,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target under softmax(hidden W^T / T), and the entropy of that distribution, fp32, in nats.
+    """Return the logprob of each target under softmax(hidden W^T / T), and the entropy, fp32, in
+    nats.
 
-    The entropy has a gradient where it is asked for.
+    The entropy has a gradient if requested.
     """
     if _keeps_logits(hidden_ND, weight_VD) and not entropy_gradient:
         return target_logprobs(linear(hidden_ND, weight_VD), targets_N, temperature_N)
@@ -54,8 +57,10 @@ def head_loss(
     loss: Loss,
     entropy_gradient: bool = False,
 ) -> Tensor:
-    """The sum of `loss` over slices of the targets; it is called once for each slice. It has to be a sum over targets
-    itself, so that the result does not depend on the slices."""
+    """Return the sum of `loss`, called once per slice of the targets.
+
+    The loss must itself be a sum over targets, so that the result does not depend on the slices.
+    """
     if not torch.is_grad_enabled() or _keeps_logits(hidden_ND, weight_VD):
         results = head_logprobs(hidden_ND, weight_VD, targets_N, temperature_N, entropy_gradient)
         return loss(slice(0, len(hidden_ND)), *results)
@@ -73,7 +78,7 @@ def _keeps_logits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 class _Chunk:
-    """The logits of a slice of rows, and what is made of them."""
+    """The logits of a slice of rows, and what is computed from them."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
@@ -102,7 +107,7 @@ class _Chunk:
     def add_gradients(
         self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
     ) -> None:
-        """Puts those of hidden states into `of_hidden`, adds those of the weight to `of_weight`; logits are lost."""
+        """Write the hidden states' gradients, add the weight's; the logits are overwritten."""
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
 

@@ -1,5 +1,8 @@
-"""y = x W^T + b, and its gradients: on the CPU by the compiled products where they are faster (`cpu/products.py`), on a
-GPU in one order where that is asked for (`numerics.py`)."""
+"""y = x W^T + b with gradients: on CPU by the compiled products if faster, on GPU in one order if
+requested.
+
+See `cpu/products.py` and `numerics.py`.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +19,7 @@ WAVE = (
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """T x I to T x O."""
+    """Project T x I to T x O."""
     if is_ordered(x_TI):
         out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
         return out_TO if bias_O is None else out_TO + bias_O
@@ -33,13 +36,15 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether the compiled product takes this and is the faster one."""
+    """Return True if the compiled product supports this and is faster than torch's."""
     is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
     return is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2
 
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """T x O, or for few tokens on a GPU parts S x T x O to be added up, so that all of the chip fetches weights."""
+    """Return T x O, or for few tokens on a GPU parts S x T x O to be summed, to occupy the whole
+    chip.
+    """
     splits, width = gpu.splits(x_TI, weight_OI)
     if splits == 1 or is_ordered(x_TI):
         return linear(x_TI, weight_OI, bias_O)
@@ -51,7 +56,7 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 def few_linear(
     normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
 ) -> Tensor:
-    """The projection of a norm, T x O; with `is_swiglu` silu(g) * u, where it is g and u side by side. For few rows."""
+    """Return the projection of a norm, T x O, with `is_swiglu` silu(g) * u of it. For few rows."""
     from hone.kernels.gpu import few_row_products
 
     return few_row_products.few(normed, weight_OI, bias_O, is_swiglu)
@@ -65,14 +70,18 @@ def few_linear_onto(
     norm_O: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, gpu.Scaled | None]:
-    """stream + x W^T + b, and the norm of that where the weight of one is given. For few rows (`gpu.is_few`)."""
+    """Return stream + x W^T + b, and its norm if a norm's weight is given. For few rows
+    (`gpu.is_few`).
+    """
     from hone.kernels.gpu import few_row_products
 
     return few_row_products.few_onto(stream_TO, x_TI, weight_OI, bias_O, norm_O, eps)
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Logits T x V in fp32 at least: on a GPU half-precision products are added up in fp32 and left so. No gradient."""
+    """Return logits T x V in at least fp32; half-precision products keep their fp32 sums. No
+    gradient.
+    """
     if is_ordered(hidden_TD):
         return ordered(hidden_TD, weight_VD, torch.float32)
     if hidden_TD.is_cuda and hidden_TD.dtype != torch.float32:
@@ -82,7 +91,9 @@ def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """`linear` in half precision on a GPU, inside a step that makes its gradients itself."""
+    """Do the work of `linear` in half precision on a GPU, inside a step that computes its own
+    gradients.
+    """
     if not is_ordered(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)
     out_TO = ordered(x_TI, weight_OI, x_TI.dtype)
@@ -90,7 +101,7 @@ def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 
 def is_ordered(x_TI: Tensor) -> bool:
-    """Whether this is multiplied in one order because that is asked for."""
+    """Return True if this product uses the one order that was requested."""
     return (
         numerics.keeps_order("products")
         and gpu.IS_AVAILABLE
@@ -100,7 +111,9 @@ def is_ordered(x_TI: Tensor) -> bool:
 
 
 def ordered(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """x W^T, each number added up in one piece. torch does so by itself where the result fills the chip."""
+    """Return x W^T with each number summed in one piece, as torch does if the result fills the
+    chip.
+    """
     rows = len(x_TI)
     if rows * len(weight_OI) >= WAVE * gpu.processors() or x_TI.shape[1] % 16:
         return (
@@ -114,7 +127,7 @@ def ordered(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
-    """a @ b; either may be a transposed view."""
+    """Return a @ b; either may be a transposed view."""
     from hone.kernels.cpu import products
 
     M, N, K = len(a_MK), b_KN.shape[1], len(b_KN)

@@ -9,7 +9,7 @@ from hone.kernels import cpu
 def target_logprobs(
     logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each target, in fp32, in nats, and the entropy of its distribution, without gradient."""
+    """Return the logprob of each target, fp32, in nats, and the entropy without gradient."""
     if not cpu.takes(logits_NV):
         return target_logprobs_reference(logits_NV, targets_N, temperature_N)
     logprobs_N, entropy_N = _Compiled.apply(logits_NV, targets_N, temperature_N)  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from hone.kernels import cpu, gpu
 def add_norm(
     x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum, which goes on as the residual stream, and its norm. Without a delta the sum is x itself.
+    """Return x + delta, the new residual stream, and its norm. Without a delta the sum is x itself.
 
     delta is T x D, or parts S x T x D of it.
     """

@@ -1,6 +1,7 @@
-"""What is done to queries and keys, as one operation: head-wise RMS norm (Qwen3), then rotary positions.
+"""Queries and keys in one operation: head-wise RMS norm (Qwen3), then rotary positions.
 
-y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -, + signs
+y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -,
++ signs
 """
 
 import torch
@@ -19,10 +20,12 @@ def norm_rope(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q T x H x E, k and v T x K x E of a fused projection (N = H + 2K heads); v is left as it is.
+    """Return q T x H x E, k and v T x K x E of a fused projection (N = H + 2K heads); v is
+    unchanged.
 
-    q and k are normalised over E and scaled, where there are scales, and rotated to their position. `sin`'s first
-    half is negated.
+    q and k are normalized over E and scaled, if there are scales, and rotated to their positions.
+    `sin`'s
+    first half is negated.
     """
     K = (qkv_TNE.shape[1] - H) // 2
     if q_scale_E is None or k_scale_E is None:

@@ -1,4 +1,4 @@
-"""Matrices made orthogonal by Newton-Schulz steps, as Muon moves weights: on the CPU by compiled code, many at once."""
+"""Orthogonalize matrices by Newton-Schulz steps, for Muon: compiled and batched on a CPU."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ AT_ONCE = 2**26  # numbers of matrices that a GPU is given together
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
-    """The nearest orthogonal matrix of each, roughly: U V^T of x = U S V^T, singular values between 0.7 and 1.2."""
+    """Return approximately U V^T of each matrix x = U S V^T, with singular values from 0.7 to 1.2.
+    """
     if not all(cpu.takes(x_MN) for x_MN in matrices):
         return _side_by_side(matrices)
     from hone.kernels.cpu import orthogonal as kernel
@@ -34,7 +35,7 @@ def _row(x_MN: Tensor) -> list[int]:
 
 
 def _side_by_side(matrices: list[Tensor]) -> list[Tensor]:
-    """Small ones of one shape together, or a GPU is idle between the products of one matrix."""
+    """Batch small matrices of one shape, to keep a GPU busy."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x_MN in enumerate(matrices):
         of_shape.setdefault(x_MN.shape, []).append(i)
@@ -47,7 +48,7 @@ def _side_by_side(matrices: list[Tensor]) -> list[Tensor]:
 
 
 def orthogonal_reference(matrices: list[Tensor]) -> Tensor:
-    """Those of matrices of one shape, B x M x N. In bfloat16 on GPUs, which multiply it faster."""
+    """Orthogonalize matrices of one shape, B x M x N, in bfloat16 on GPUs."""
     a, b, c = COEFFICIENTS
     dtype, is_tall = matrices[0].dtype, matrices[0].shape[0] > matrices[0].shape[1]
     x_BMN = torch.stack([x_MN.to(torch.bfloat16 if x_MN.is_cuda else dtype) for x_MN in matrices])

@@ -1,4 +1,4 @@
-"""Memory of the machine that a GPU works with: locked for it, and copies to the GPU and back."""
+"""Pinned host memory, and copies between host and GPU."""
 
 import contextlib
 import mmap
@@ -20,7 +20,7 @@ PORTION, ROOMS = (
 
 
 class _Pages(mmap.mmap):
-    """Known to CUDA for as long as a tensor refers to them."""
+    """Memory registered with CUDA while a tensor refers to it."""
 
     address = 0
 
@@ -32,9 +32,11 @@ class _Pages(mmap.mmap):
 
 
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU, of at least one number, in memory that CUDA has locked: it can be copied while others work.
+    """Return a CPU tensor of at least one number in pinned memory.
 
-    torch's own pinned memory would round each tensor up to a power of two. Raises ValueError where memory is short.
+    torch's own pinned memory would round each tensor up to a power of two. Raises ValueError if
+    memory is
+    short.
     """
     size = shape.numel() * dtype.itemsize
     pages = _Pages(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -55,8 +57,9 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def touch(memory: Tensor) -> None:
-    """Has the system provide new memory, zeros in bytes, by all cores. CUDA would ask for it with one: 0.2 GiB a second
-    in some virtual machines."""
+    """Make the system provide new memory (zero bytes) with all cores; CUDA would use one, 0.2 GiB/s
+    in some VMs.
+    """
     parts = memory.split(STRETCH)
     with ThreadPoolExecutor(min(usable_cores(), len(parts))) as pool:
         list(pool.map(lambda part: part[:: mmap.PAGESIZE].zero_(), parts))
@@ -64,8 +67,10 @@ def touch(memory: Tensor) -> None:
 
 @contextlib.contextmanager
 def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """These on that device for as long as the block lasts; what becomes of them goes back to where they stand. Those
-    that are there are themselves."""
+    """Provide tensors on a device for the duration of the block, and copy changes back afterwards.
+
+    Tensors already there are yielded themselves.
+    """
     there = [tensor.to(device) for tensor in tensors]
     yield there
     for home, tensor in zip(tensors, there, strict=True):
@@ -74,8 +79,11 @@ def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor
 
 
 def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Event | None]":
-    """Starts copying them to the host, as they are after all work launched so far, and when that is done; on a CPU the
-    tensors themselves."""
+    """Start copying tensors to the host, as of the work launched so far; return copies and an
+    event.
+
+    On a CPU the tensors themselves are returned.
+    """
     if tensors[0].device.type == "cpu":
         return tensors, None
     copies = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in tensors]
@@ -85,7 +93,7 @@ def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Ev
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """int64 (or what an array holds) on the device, without waiting for what the device is doing."""
+    """Return values (int64, or an array's type) on the device, without synchronizing."""
     host = torch.from_numpy(
         values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     )

@@ -5,13 +5,13 @@ from torch import Tensor
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
-    """x[index], index without repeats."""
+    """Return x[index]; the index has no repeats."""
     out: Tensor = _Take.apply(x, index)  # type: ignore[no-untyped-call]
     return out
 
 
 def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """A zero tensor of `rows` rows with x at `index`, index without repeats."""
+    """Return zeros of `rows` rows with x at `index`, which has no repeats."""
     out: Tensor = _Put.apply(x, index, rows)  # type: ignore[no-untyped-call]
     return out
 

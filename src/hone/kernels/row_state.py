@@ -1,4 +1,4 @@
-"""Where a running sequence's numbers stand: columns of two matrices that kernels read and write, a row a sequence."""
+"""Columns of the two state matrices that kernels read and write, one row per running sequence."""
 
 # state, int64
 FIELDS = 9

@@ -9,7 +9,7 @@ from hone.kernels.linear import is_ordered, linear
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """T x 2F to T x F. Keeps its input only and writes the gradient of both halves into one tensor."""
+    """Map T x 2F to T x F. Keeps only its input; the gradient of both halves is one tensor."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
         out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
         return out
@@ -17,7 +17,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """`swiglu` of a projection: T x I to T x F."""
+    """Return `swiglu` of a projection: T x I to T x F."""
     if gpu.is_short(x_TI, weight_OI) and not is_ordered(x_TI):
         from hone.kernels.gpu import products
 

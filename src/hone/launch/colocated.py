@@ -1,12 +1,15 @@
-"""`rl` in one process: sampler and trainer share one model, so a weight update copies nothing but sums with adapters.
+"""`rl` in one process: sampler and trainer share one model, so a weight update copies only merged
+adapters.
 
     for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
                      event loop + compute thread   compute thread         the engine reads the same storage
 
-On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes what the trainer has
-launched; in a thread beside it they would keep it from launching. Meanwhile the requests of the next step are made, if
-nothing else is to be done before it, so that the engine begins when the trainer ends. The trainer's numbers are read
-after that.
+On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes
+what the trainer has
+launched; a thread would delay its launches. If nothing else is due before the next step, its
+requests are made
+meanwhile, so that the engine starts when the trainer ends. The trainer's numbers are read after
+that.
 """
 
 import asyncio
@@ -66,7 +69,12 @@ def main(
     watcher: Watcher | None = None,
     environments: dict[str, Environment] | None = None,
 ) -> None:
-    """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
+    """Run the configuration in this process.
+
+    Args:
+        watcher: receives the events of the run.
+        environments: by name, instead of those of the configuration.
+    """
     trackers.check_trackers(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
@@ -205,7 +213,7 @@ async def run_training_loop(
     )
 
     async def evaluate_if_due(version: int) -> dict[str, float]:
-        """Metrics of an evaluation of this version; none where no evaluation is due."""
+        """Return the metrics of an evaluation of this version, empty if none is due."""
         if evaluation is None or not evaluation.is_due(version, config.max_steps):
             return {}
         live.show_activity("evaluating")
@@ -214,7 +222,7 @@ async def run_training_loop(
         return found
 
     def leads_on(step: int) -> bool:
-        """Whether the next step follows at once."""
+        """Return True if the next step follows at once."""
         is_evaluated = evaluation is not None and evaluation.is_due(step, config.max_steps)
         is_saved = step in weight_steps or checkpoints.is_due(step, step == config.max_steps)
         return config.orchestrator.rollout_timeout >= LONG and not (is_evaluated or is_saved)
@@ -302,8 +310,11 @@ def train_step(
     directory: Path,
     begin: Callable[[], None] | None,
 ) -> Callable[[], dict[str, float]]:
-    """A step of the trainer, which the sampler follows, and what waits for its numbers. Meanwhile the rollouts are
-    counted and go to disk, and the event loop may `begin` what is sampled next."""
+    """Launch a training step, update the sampler, and return a function that waits for the numbers.
+
+    Meanwhile the rollouts are measured and written, and the event loop may `begin` the next step's
+    sampling.
+    """
     values: dict[str, float] = {}
 
     def work_meanwhile() -> None:
@@ -326,7 +337,7 @@ def train_step(
 
 
 async def unless_asked(work: Coroutine[Any, Any, T]) -> T | None:
-    """What it gives; None where the run is asked to end meanwhile, or was before: then the work is given up."""
+    """Await `work`; cancel it and return None if the run was asked to stop."""
     task = asyncio.ensure_future(work)
     while not task.done():
         if preemption.is_asked():

@@ -1,4 +1,4 @@
-"""What a command will take of a device's memory, from its configuration alone. Imports no torch."""
+"""Estimate the device memory of a command from its configuration. Imports no torch."""
 
 from pathlib import Path
 
@@ -14,9 +14,10 @@ from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, esti
 
 
 def memory_lines(config: Config) -> list[str]:
-    """Return a line for what is trained and one for what samples, as far as the command has either.
+    """Return one line for training and one for sampling, as far as the command has them.
 
-    Without the model's config.json on this machine the line says that nothing is known. Raises ValueError for one that
+    If the model's config.json is not on this machine, the line says so. Raises ValueError for one
+    that
     cannot be read.
     """
     model = getattr(config, "model", None)
@@ -68,7 +69,7 @@ def memory_lines(config: Config) -> list[str]:
 def _estimate_training(
     config: Config, spec: ModelSpec, itemsize: int
 ) -> tuple[int, Estimate] | None:
-    """Tokens of a micro-batch, and what a step takes."""
+    """Return the tokens of a micro-batch, and the memory estimate of a step."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)

@@ -1,10 +1,11 @@
-"""`rl --fork RUN@N`: a new run that begins with the checkpoint of step N of another, with whatever keys it likes.
+"""`rl --fork RUN@N`: a new run from the checkpoint of step N of another, with any configuration.
 
-    RUN/checkpoints/step_N ─► DIR/checkpoints/step_N ─► DIR goes on from there, as a resumed run does
+    RUN/checkpoints/step_N ─► DIR/checkpoints/step_N ─► DIR resumes from there
     RUN/metrics.jsonl, rows to N ─► DIR/metrics.jsonl    run_rl.json: {"fork": {"run", "step", "changed"}}
 
-The weights, the optimiser and the place in the data are those of the other run. The place in the data is begun anew
-where what it counts has changed (the number of prompts, the environments). The other run is not changed.
+Weights, optimizer and data position are those of the other run. The data position restarts if what
+it counts has
+changed (number of prompts, environments). The other run is not changed.
 """
 
 import json
@@ -33,7 +34,7 @@ COUNTED = (
 
 
 def fork_run(config: RLConfig) -> RLConfig:
-    """The configuration that goes on in its own directory; what it goes on from is there then. Raises ValueError."""
+    """Prepare the directory and return the configuration that resumes in it. Raises ValueError."""
     if config.fork is None:
         return config
     source, step = parse_fork(config.fork)
@@ -90,7 +91,7 @@ def fork_run(config: RLConfig) -> RLConfig:
 
 
 def parse_fork(fork: str) -> tuple[Path, int]:
-    """The run's directory and the step of RUN@N. Raises ValueError."""
+    """Return the run's directory and the step of RUN@N. Raises ValueError."""
     match = re.fullmatch(r"(.+)@(\d+)", fork)
     if match is None:
         raise ValueError(
@@ -100,7 +101,7 @@ def parse_fork(fork: str) -> tuple[Path, int]:
 
 
 def find_checkpoint(source: Path, step: int) -> Path:
-    """The checkpoint of that step. Raises ValueError, with those that there are."""
+    """Return the checkpoint of a step. Raises ValueError that lists those available."""
     there = steps_in(source / "checkpoints")
     if step in there:
         return there[step]
@@ -114,7 +115,7 @@ def find_checkpoint(source: Path, step: int) -> Path:
 
 
 def _link_file(source: str, target: str) -> None:
-    """The same file under another name where the disk can; nobody writes into a checkpoint."""
+    """Hard-link a file if the file system can, else copy it; checkpoints are never modified."""
     try:
         os.link(source, target)
     except OSError:

@@ -1,4 +1,6 @@
-"""Compiles all CPU kernels, in several processes at once: `python -m hone.launch.kernels`, part of `make setup`."""
+"""Compile all CPU kernels in several processes: `python -m hone.launch.kernels`, part of `make
+setup`.
+"""
 
 import time
 
@@ -30,7 +32,7 @@ def main() -> None:
 
 
 def call_each() -> None:
-    """Calls every kernel with arguments of the types that it is given in use."""
+    """Call every kernel with arguments of the types used in practice."""
     import torch
 
     from hone.engine.cache import KVCache

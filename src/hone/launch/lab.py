@@ -1,4 +1,5 @@
-"""`hone lab`: a folder to train in, from templates that come with Hone, and the job files of hosted training.
+"""`hone lab`: a training workspace from templates that come with Hone, and job files of hosted
+training.
 
 setup   pyproject.toml, configs/, environments/ (as sources), models/ ─ what is there and differs stays as it is
 run     configs/lab/JOB.toml ─► rl
@@ -58,7 +59,10 @@ def main(argv: list[str]) -> int:
 
 
 def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
-    """Prints a line for each part. Returns an exit code; raises ValueError where something cannot be written."""
+    """Set up a workspace, printing a line per part. Returns an exit code.
+
+    Raises ValueError if something cannot be written.
+    """
     if place == Path.home():
         raise ValueError(
             "hone lab setup: this is the home directory; make a folder for the project and go there"
@@ -94,7 +98,7 @@ def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) ->
 
 
 def check_project(file: Path) -> None:
-    """Raises ValueError, before anything is written, for a project that Hone cannot be a part of."""
+    """Raise ValueError, before anything is written, for a project that cannot depend on Hone."""
     if not file.exists():
         return
     try:
@@ -117,7 +121,7 @@ def check_project(file: Path) -> None:
 
 
 def prepare(place: Path | None = None) -> None:
-    """Writes environments/ and models/ as `setup_workspace` does, and makes the environments importable here; for notebooks."""
+    """Write environments/ and models/ and make the environments importable here; for notebooks."""
     place = place or Path.cwd()
     write_templates(dict(list_templates(["models"])), place)
     for name in SIX:
@@ -125,7 +129,8 @@ def prepare(place: Path | None = None) -> None:
 
 
 def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """The files of the templates by their place in a workspace: those and folders `wanted`, and the environments."""
+    """Return the template files by their path in a workspace: those `wanted`, and the environments.
+    """
     for name in wanted:
         source = TEMPLATES / name
         for path in [source] if source.is_file() else sorted(source.rglob("*")):
@@ -148,13 +153,13 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def environment_sources() -> Path:
-    """Where the sources of the six environments are: in the package, or in the checkout that it runs from."""
+    """Return the directory of the six environments' sources, in the package or the checkout."""
     packaged = TEMPLATES / "environments"
     return packaged if (packaged / SIX[0]).is_dir() else Path(__file__).parents[3] / "environments"
 
 
 def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
-    """Writes what is not there; returns how many files, and which are there and differ, which stay as they are."""
+    """Write missing files; return how many, and the existing files that differ and were kept."""
     written, kept = 0, []
     for name, content in files.items():
         path = place / name
@@ -169,7 +174,7 @@ def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str
 
 
 def install_project(place: Path) -> int:
-    """Makes Hone, as it runs here, and the environments part of the project. Returns uv's exit code."""
+    """Add Hone, as installed here, and the environments to the project. Returns uv's exit code."""
     uv, version = find_uv(), importlib.metadata.version("hone-rl")
     if uv is None:
         _print_line(
@@ -194,7 +199,9 @@ def install_project(place: Path) -> int:
 
 
 def find_requirement() -> list[str]:
-    """Hone as it is installed here, in the words of `uv add`: a checkout, a wheel, or a version of the index."""
+    """Return this installation of Hone as an argument of `uv add`: checkout, wheel or index
+    version.
+    """
     distribution = importlib.metadata.distribution("hone-rl")
     text = distribution.read_text("direct_url.json")
     origin = json.loads(text) if text else {}
@@ -229,7 +236,7 @@ def run_recipe(file: str, overrides: list[str]) -> int:
 
 
 def project_name(place: Path) -> str:
-    """A name that a Python project may have, as near to the folder's as can be."""
+    """Return a valid Python project name close to the folder's name."""
     name = re.sub(r"[^a-z0-9]+", "-", place.name.lower()).strip("-") or "lab"
     return (
         f"{name}-lab"

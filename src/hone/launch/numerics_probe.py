@@ -1,8 +1,9 @@
-"""`hone probe`: whether tokens have the same logprobs when they are sampled and when they are trained on.
+"""`hone probe`: compare the logprobs of tokens when sampled and when trained on.
 
-random prompts ─ engine: batches of all sizes, groups, prompts that go on ─► tokens, logprobs ─┐
-                          the same tokens, packed, through the model that trains ─► logprobs ──┴─► how many differ
-some of them token by token through both sides ─► after each block ──────────────────────────────► the first that does
+random prompts ─ engine: batches of all sizes, groups, continued prompts ─► tokens, logprobs ─┐
+                          the same tokens, packed, through the training model ─► logprobs ──┴─► how many differ
+some of them token by token through both sides ─► after each block ────────────────────────► the
+first that differs
 """
 
 import asyncio
@@ -53,7 +54,7 @@ class Found:
 
 
 def main(config: ProbeConfig) -> None:
-    """Raises ValueError where exact numerics were asked for and a bit differs."""
+    """Run the probe. Raises ValueError if exact numerics were requested and a bit differs."""
     model = load_configured(config.model, config.seed).model
     if config.lora is not None:
         add_lora(model, config.lora, config.seed)
@@ -80,7 +81,7 @@ def main(config: ProbeConfig) -> None:
 def probe_model(
     model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Found:
-    """Compares the two sides of a model as it is trained, on so many rollouts of random tokens."""
+    """Compare the two sides of a model, on `count` rollouts of random tokens."""
     sampled = Merged(model).model
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
     engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
@@ -91,7 +92,7 @@ def probe_model(
 def compare_logprobs(
     model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None
 ) -> Found:
-    """Rollouts with the logprobs that training gives their tokens; layer by layer where `sampled` made them."""
+    """Compare sampled with training logprobs; layer by layer if `sampled` is the sampling model."""
     ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
     theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
     change = theirs.double() - ours.double()
@@ -107,7 +108,7 @@ def compare_logprobs(
 def sample_waves(
     engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random
 ) -> Waves:
-    """In waves: new prompts, groups of one prompt, and conversations of the wave before that go on."""
+    """Sample in waves: new prompts, groups of one prompt, and continued conversations."""
     done: Waves = []
     vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
     while len(done) < count:
@@ -136,7 +137,7 @@ def sample_waves(
 
 
 async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
-    """The same of a server: chats in waves, alone, in groups, and such that go on."""
+    """Sample from a server in waves: single chats, groups, and continued ones."""
     draw, done = random.Random(config.seed), Waves()
     (client,) = connect_clients(ClientConfig(base_url=[url]), config.model.name)
     async with client:
@@ -183,7 +184,8 @@ def user_message(text: str) -> Message:
 
 
 def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
-    """Of each rollout, in micro-batches of several sizes, as a step of training computes them."""
+    """Return each rollout's logprobs, in micro-batches of several sizes, as training computes them.
+    """
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
     lengths, prompts = (
@@ -222,8 +224,11 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 
 
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
-    """Where hidden states of decoded tokens first differ, of all these rollouts; each is decoded alone. The part of the
-    layer is named where the sampler shows both."""
+    """Return the first layer where hidden states of decoded tokens differ; each rollout is decoded
+    alone.
+
+    The part of the layer is named if the sampler exposes it.
+    """
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
         engine = Engine(
@@ -263,8 +268,10 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
 
 
 def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
-    """A block's stream and what is still to be added, in this order. Where the sampler has added that already, in fast
-    numerics, the sum of both: so trainer and sampler round it differently, and the first layer differs as a rule."""
+    """Return a block's stream and its pending delta, or their sum if the sampler has added them.
+
+    In fast numerics the sides round differently, so the first layer usually differs.
+    """
     stream, pending = output
     if not isinstance(pending, Tensor):
         return {"": _on_host(stream)}
@@ -276,7 +283,7 @@ def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[st
 
 
 def _allow_only(own: list[int], engine: Engine) -> Any:
-    """Allows the next of these tokens alone."""
+    """Allow only the next of these tokens."""
 
     def allow_ids(ids: list[int]) -> Any:
         row = torch.zeros(engine.sampler.vocab_size, dtype=torch.bool)
@@ -292,7 +299,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 @contextmanager
 def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
-    """Inside, what every block gives: the stream, which has what attention added, and what is still to be added."""
+    """Context manager that records each block's outputs: the stream, and its pending delta."""
     found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
     hooks = [
         block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))

@@ -1,6 +1,7 @@
-"""The plan of a run: one configuration as the components that carry it out, each with its devices and its address.
+"""Plan of a run: the components of a configuration, each with its devices and address.
 
-RLConfig ─ plan ─► [inference …, orchestrator, trainer ranks …] ─► processes.py starts them here; `--dry-run` and
+RLConfig ─ plan ─► [inference …, orchestrator, trainer ranks …] ─► processes.py starts them here;
+`--dry-run` and
                                                                    Slurm show where each will be
 """
 
@@ -20,9 +21,12 @@ EVERYWHERE = (None, "0.0.0.0", "::")
 
 @dataclass(frozen=True)
 class Component:
-    """A process of a run. `role` is its command; `gpus` are numbers among those that the run has there; one that
-    `restarts` is started again where it was killed, without the run ending. `node`: of a Slurm job, "" for this
-    machine."""
+    """A process of a run.
+
+    `role` is its command; `gpus` are indices among the run's GPUs there; with `restarts` it is
+    started again
+    when killed, without ending the run; `node`: of a Slurm job, "" for this machine.
+    """
 
     role: str
     name: str
@@ -43,7 +47,9 @@ class Component:
 
 
 def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
-    """Whether the run is one of several processes, where there are so many GPUs (unless given: that torch sees)."""
+    """Return True if the run uses several processes. `gpus`: available GPUs, by default what torch
+    sees.
+    """
     if config.inference is not None and (
         config.inference.backend == "vllm" or config.inference.needs_vllm
     ):
@@ -68,8 +74,11 @@ def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
 
 
 def plan_components(config: RLConfig) -> list[Component]:
-    """The components of a run on this machine, in the order in which they start. Raises ValueError for GPUs that cannot
-    be divided and for a server that would be open to the world."""
+    """Return the run's components on this machine, in starting order.
+
+    Raises ValueError for GPUs that cannot be divided and for a server that would be open to
+    everybody.
+    """
     key = config.inference and (config.inference.api_key or own_key())
     keys = (
         {API_KEY_VARIABLE: key} if key else {}
@@ -112,7 +121,7 @@ def plan_components(config: RLConfig) -> list[Component]:
 
 
 def ranks_of_trainer(config: RLConfig) -> list[tuple[str, int, dict[str, str]]]:
-    """Of each process: its node, its number there, what it is told of the others."""
+    """Return for each trainer process its node, local rank and environment."""
     nodes, count = config.trainer_nodes or [""], len(config.trainer_gpu_ids)
     meet = f"{nodes[0]}:{free_port()}" if nodes[0] else ""
     if not meet:
@@ -130,7 +139,7 @@ def nodes_of_servers(config: RLConfig) -> dict[str, str]:
 
 
 def format_placement(config: RLConfig, gpus: int, node: str = "this machine") -> list[str]:
-    """A table of the components on a machine with so many GPUs: what runs where, on which devices, at which address."""
+    """Return a table of components, devices and addresses on a machine with `gpus` GPUs."""
     rows = [("component", "node", "devices", "address")]
     is_fixed = config.inference is None or config.inference.server.port != 0
     if not uses_processes(config, gpus):
@@ -153,7 +162,7 @@ def format_placement(config: RLConfig, gpus: int, node: str = "this machine") ->
 
 
 def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
-    """The configuration of each process, from that of the run. `has_key`: the server asks for one."""
+    """Return each process's configuration. `has_key`: the server requires a key."""
     common = config.model_dump(
         include={
             "model",
@@ -210,7 +219,7 @@ def names_of_servers(config: RLConfig) -> list[str]:
 
 
 def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
-    """The GPUs of each server: as many for one as for another. Raises ValueError where they cannot be divided."""
+    """Return the GPUs of each server, divided equally. Raises ValueError if they cannot be."""
     ids, names = config.inference_gpu_ids, names_of_servers(config)
     beside = len(names) // max(1, len(config.inference_nodes))  # servers of a node
     if beside == 1 or not (config.inference_nodes or visible_gpus(ids, config)):
@@ -224,7 +233,7 @@ def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
 
 
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
-    """What a server is told that has its GPU together with the trainer: not to take what is free when it starts."""
+    """Return the settings of a server that shares its GPU with the trainer: a bounded cache."""
     parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
     server, trainer = (
         set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts
@@ -240,8 +249,11 @@ def free_port() -> int:
 
 
 def thread_environment(config: RLConfig) -> dict[str, str]:
-    """OMP_NUM_THREADS, which divides the cores among the trainer's ranks and the inference server, and all of them for
-    what the parts wait for together."""
+    """Return OMP_NUM_THREADS for each component.
+
+    The trainer's ranks and the inference server divide the cores; what all wait for together gets
+    all.
+    """
     servers = config.inference_replicas if config.inference is not None else 0
     count = len(config.trainer_gpu_ids) + servers
     if config.inference_nodes:
@@ -253,8 +265,9 @@ def thread_environment(config: RLConfig) -> dict[str, str]:
 def environments_of_ranks(
     count: int, nodes: int = 1, node: int = 0, meet: str = ""
 ) -> list[dict[str, str]]:
-    """What tells each of several processes of a node who it is and where the others are, in torchrun's words. `meet`:
-    the address, HOST:PORT, of the first of them all."""
+    """Return torchrun's variables for `count` processes on a node. `meet`: the first node's
+    HOST:PORT.
+    """
     if count * nodes == 1:
         return [{}]
     host, _, port = (meet or f"127.0.0.1:{free_port()}").rpartition(":")
@@ -263,8 +276,10 @@ def environments_of_ranks(
 
 
 def visible_gpus(ids: list[int] | None, config: RLConfig, node: str = "") -> dict[str, str]:
-    """The environment that shows a component its GPUs: those of the configuration, out of those that are visible; on
-    another node, where it finds out itself which these are."""
+    """Return the environment that selects a component's GPUs among the visible ones.
+
+    On another node the component resolves them itself.
+    """
     if ids is None or config.model.device == "cpu":
         return {}
     if node:

@@ -1,10 +1,12 @@
-"""`rl` as processes: starts inference, orchestrator and trainer, watches them, and ends them all when one ends badly.
+"""`rl` as processes: start inference, orchestrator and trainer, watch them, and end all when one
+fails.
 
     rl ─┬─ inference      (unless running servers are used)    logs/inference.log, or inference_0.log, …
         ├─ orchestrator   ── HTTP ──► inference                logs/orchestrator.log, console
-        └─ trainer        ── files of the run directory ──     logs/trainer.log, console; a process for each of its GPUs
+        └─ trainer        ── files of the run directory ──     logs/trainer.log, console; one process per GPU
 
-Each gets its configuration as configs/NAME.toml. A child ends by itself when its launcher is gone (`HONE_PARENT_PID`).
+Each gets its configuration as configs/NAME.toml. A child exits when its launcher is gone
+(`HONE_PARENT_PID`).
 """
 
 import asyncio
@@ -42,8 +44,10 @@ log = logging.getLogger("hone.rl")
 
 
 def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
-    """Runs the components to their end, or until the watcher has them ended. Raises ValueError with the cause when one
-    of them fails."""
+    """Run the components until they end or the watcher stops them.
+
+    Raises ValueError with the cause if one of them fails.
+    """
     trackers.check_trackers(config.wandb, config.tensorboard)
     run = RunDirectory(config.output_dir, "rl", config.layout)
     sources = resume_from(run, config.resume)
@@ -95,7 +99,10 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
-    """The trainer's checkpoints know its own configuration; what the orchestrator had is in the run's file."""
+    """Refuse to resume with another orchestrator configuration than the run's file has.
+
+    The trainer's checkpoints know only its own configuration.
+    """
     try:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
     except ConfigError:  # there is none, or of another version of Hone
@@ -104,7 +111,7 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
 
 
 async def require_servers(config: RLConfig) -> None:
-    """Raises ConnectionError, with what to do, unless every server that is to be used answers, to our key."""
+    """Raise ConnectionError, with what to do, unless every server answers and accepts the key."""
     for client in connect_clients(config.orchestrator.client, config.model.name):
         async with client:
             try:
@@ -117,7 +124,7 @@ async def require_servers(config: RLConfig) -> None:
 
 
 class Child:
-    """A component's process, and what it last said."""
+    """A component's process, and its last output lines."""
 
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
         self.name, self.title, self.is_server = part.name, part.display_name, part.restarts
@@ -167,12 +174,14 @@ class Child:
         self.output_ended_at = time.monotonic()
 
     def exit_code(self) -> int | None:
-        """How it ended, as Popen has it; srun tells of a signal as a shell does."""
+        """Return the exit code, negative for signals as Popen does; srun reports those like a
+        shell.
+        """
         code = self.process.poll()
         return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
 
     def describe_failure(self) -> str:
-        """Why it ended, in one line."""
+        """Return one line on why it ended."""
         self.reader.join(2.0)
         code = self.exit_code() or 0
         how = (
@@ -187,7 +196,9 @@ class Child:
 
 
 def on_node(node: str) -> list[str]:
-    """What starts a process on a node of this Slurm job, among others there; nothing for this machine."""
+    """Return the command prefix that starts a process on a node of this Slurm job, empty for this
+    machine.
+    """
     if not node:
         return []
     return [
@@ -202,10 +213,11 @@ def on_node(node: str) -> list[str]:
 
 
 def watch_children(children: list[Child], follower: Follower) -> None:
-    """Returns when orchestrator and trainer have ended well, or the follower says so. Raises ValueError with the cause
-    when any ends badly.
+    """Return when orchestrator and trainer have succeeded, or the follower stops the run.
 
-    Inference that is killed is started again: the orchestrator gives it the current weights before it asks it anything.
+    Inference that is killed is restarted: the orchestrator loads the current weights before it
+    sends
+    requests. Raises ValueError with the cause if a component fails.
     """
     kills: deque[float] = deque(maxlen=KILLS)
     trainers, is_told = [child for child in children if child.is_trainer], False
@@ -238,7 +250,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
 
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
-    """Return the child that failed first: ranks that lose a peer fail a moment after it, with errors about sockets."""
+    """Return the child that failed first: ranks that lose a peer fail a moment later."""
     failed = [
         child
         for child in children
@@ -250,7 +262,7 @@ def find_first_failure(children: list[Child], found: Child) -> Child:
 
 
 def end_children(children: list[Child]) -> None:
-    """Ends what still runs: SIGTERM, some seconds, SIGKILL."""
+    """End running children: SIGTERM, some seconds, SIGKILL."""
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.terminate()

@@ -1,8 +1,9 @@
-"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: N processes of a command here,
-each a rank, as torchrun has them.
+"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: run N ranks of a command, as torchrun
+does.
 
-On several nodes, once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the first node that all can reach.
-Unlike torchrun it hands SIGUSR1 on, by which a run is asked to leave.
+On several nodes, run it once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the
+first node. Unlike
+torchrun it forwards SIGUSR1, which asks a run to stop.
 """
 
 import argparse
@@ -19,7 +20,9 @@ GRACE = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(argv: list[str]) -> int:
-    """The first exit code that is not 0, or 0; then the others are ended."""
+    """Run the ranks and return the first exit code that is not 0, or 0; the other ranks are then
+    ended.
+    """
     parser = argparse.ArgumentParser(prog="python -m hone.launch.rank_launcher", allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, help="processes here")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")

@@ -1,6 +1,7 @@
-"""`vf-rl` and `hone.RLTrainer`: the run of `rl` that a file, or a few arguments, of verifiers' RLTrainer stand for.
+"""`vf-rl` and `hone.RLTrainer`: run `rl` from a file, or arguments, of verifiers' RLTrainer.
 
-VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
+VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console,
+callbacks
 """
 
 import contextlib
@@ -36,13 +37,19 @@ UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which on training
 
 
 class RLTrainer:
-    """Trains a model on an environment's rewards: `RLTrainer(model, env, RLConfig(max_steps=100)).train()`.
+    """Train a model on an environment's rewards: `RLTrainer(model, env,
+    RLConfig(max_steps=100)).train()`.
 
-    `model`: a directory in Hugging Face format, or a hub id. `env`: an environment, or its id. `args`: the keys of
-    `[trainer.args]`; `inference`: flags of the sampler, as `[inference.args]`. `callbacks` are called after each step
-    with its number and its metrics, those of metrics.jsonl; one that returns False ends training there (in several
-    processes at once, with the checkpoints that there are). Raises
-    ValueError for what does not fit together.
+    Args:
+        model: a directory in Hugging Face format, or a hub id.
+        env: an environment, or its id.
+        args: the keys of `[trainer.args]`.
+        env_args: arguments of the environment.
+        inference: flags of the sampler, as in `[inference.args]`.
+        callbacks: called after each step with its number and its row of metrics.jsonl; returning False stops
+            training there (with several processes at once, keeping existing checkpoints).
+
+    Raises ValueError for invalid combinations.
     """
 
     def __init__(
@@ -78,8 +85,12 @@ class RLTrainer:
         return trainer
 
     def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
-        """Trains to the end and returns the history. `resume`: True, "auto" or a checkpoint's path go on where a run
-        was; `clean` removes an earlier run first."""
+        """Train to the end and return the history.
+
+        Args:
+            resume: True, "auto" or a checkpoint's path resumes a run.
+            clean: remove an earlier run first.
+        """
         machine.prepare_environment()
         if not logging.getLogger("hone").handlers:  # the run's files have what is not shown
             logging.getLogger("hone").setLevel(logging.INFO)
@@ -119,16 +130,16 @@ class RLTrainer:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each training step, those of metrics.jsonl."""
+        """Return the rows of metrics.jsonl of the training steps."""
         return [row for row in read_rows(self.output_dir / "metrics.jsonl") if "reward/mean" in row]
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The directories of the weights by step, oldest first."""
+        """Return the directories of the weights by step, oldest first."""
         return checkpoints_in(self.output_dir)
 
     def rollouts(self, step: int) -> list[dict[str, Any]]:
-        """What was asked and written in a step, what it was worth and why: the rows of its rollouts.jsonl."""
+        """Return the rows of a step's rollouts.jsonl."""
         return read_rows(self.output_dir / "rollouts" / f"step_{step}" / FILE)
 
 
@@ -142,7 +153,7 @@ def _print_line(text: str) -> None:
 
 
 class Console(Watcher):
-    """Tells a run as RLTrainer does, and calls the callbacks."""
+    """Print a run as RLTrainer does, and call the callbacks."""
 
     def __init__(self, config: VfRLConfig, run: RLConfig, callbacks: list[Callback]) -> None:
         self.config, self.run, self.callbacks = config, run, callbacks
@@ -198,7 +209,7 @@ class Console(Watcher):
         _print_line(f"Saved {directory}")
 
     def _show_sample(self, step: int) -> None:
-        """One rollout of a step, drawn by the step's number."""
+        """Print one rollout of a step, drawn by the step's number."""
         try:
             rows = read_rows(self.files.rollouts / f"step_{step}" / FILE)
         except OSError:
@@ -207,7 +218,7 @@ class Console(Watcher):
             _print_line(sample_block(step, random.Random(step).choice(rows)))
 
     def _show_remark(self, row: dict[str, Any]) -> None:
-        """What the numbers say that somebody would otherwise look up under troubleshooting."""
+        """Warn about numbers that indicate a known problem, with what helps."""
         if self.has_remarked:
             return
         log = logging.getLogger("hone.rl")

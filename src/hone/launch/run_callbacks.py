@@ -1,4 +1,4 @@
-"""What is told of a run while it goes on, to who started it: in the same process, or read from its files."""
+"""Callbacks for events of a run, in the same process or read from its files."""
 
 import json
 from pathlib import Path
@@ -10,24 +10,24 @@ from hone.transport.deadlines import PulseOf
 
 
 class Watcher:
-    """Told of a run's events; takes none of them up unless a subclass does."""
+    """Callbacks for run events. The default methods do nothing."""
 
     def on_servers(self, addresses: list[str]) -> None:
-        """Servers are being started there, as HOST:PORT."""
+        """Servers are starting at these HOST:PORT addresses."""
 
     def on_step(self, row: dict[str, Any]) -> bool:
-        """A step is done; its row of metrics.jsonl. Returns whether to go on."""
+        """A step is done; `row` is its row of metrics.jsonl. Return False to stop the run."""
         return True
 
     def on_weights(self, directory: Path) -> None:
-        """Weights have been written."""
+        """Weights have been written to the directory."""
 
     def on_activity(self, what: str) -> None:
-        """What the run is at now: generating or training."""
+        """The run begins to generate or to train."""
 
 
 class OnTerminal(Watcher):
-    """Keeps a line of progress true, and tells `other` what it is told."""
+    """Update the progress line and forward events to another watcher."""
 
     def __init__(self, live: Live, other: Watcher | None) -> None:
         self.live, self.other = live, other or Watcher()
@@ -42,8 +42,12 @@ class OnTerminal(Watcher):
 
 
 class Follower:
-    """Tells a watcher of what appears in the files of a run, from the step after `told` on. What an earlier run left
-    there is not taken for it: nothing is told before the run's trainer has claimed the directory and lives."""
+    """Report what appears in a run's files to a watcher, from the step after `told` on.
+
+    Nothing is reported before the run's trainer has claimed the directory and is alive, so that
+    files of an
+    earlier run are ignored.
+    """
 
     def __init__(
         self, watcher: Watcher, run: RunDirectory, weight_steps: list[int], told: int
@@ -54,7 +58,7 @@ class Follower:
         self.is_there, self.read, self.at = False, 0, ""  # bytes of the metrics
 
     def follow_once(self) -> bool:
-        """Whether to go on."""
+        """Report what is new. Return False if the watcher stops the run."""
         if not self.is_there:
             self.is_there = self.run.id_on_disk() != self.before and self.trainer.is_beating()
             if not self.is_there:
@@ -78,7 +82,7 @@ class Follower:
         return goes_on
 
     def _new_rows(self) -> list[dict[str, Any]]:
-        """Of whole lines that were added since the last time."""
+        """Return the complete lines that were added since the last call."""
         try:
             with self.run.metrics.open("rb") as file:
                 file.seek(self.read)

@@ -1,4 +1,4 @@
-"""`rl`: in one process (colocated.py) or several (processes.py)."""
+"""`rl`: run in one process (colocated.py) or several (processes.py)."""
 
 import contextlib
 import subprocess
@@ -17,7 +17,12 @@ def main(
     watcher: Watcher | None = None,
     environments: dict[str, Environment] | None = None,
 ) -> None:
-    """`watcher` is told of each step; `environments`: by name, instead of loading those of the configuration."""
+    """Run `rl`.
+
+    Args:
+        watcher: receives the events of the run.
+        environments: by name, instead of those of the configuration.
+    """
     with dashboard_over(config):
         run_rl(fork_run(config), watcher, environments)
 
@@ -41,7 +46,7 @@ def run_rl(
 
 @contextlib.contextmanager
 def dashboard_over(config: RLConfig) -> Iterator[None]:
-    """A process of its own, where one is asked for."""
+    """Run the dashboard in a process of its own, if requested."""
     if not config.dashboard:
         yield
         return

@@ -1,4 +1,4 @@
-"""`sft`: the trainer, and what evaluates the model between its steps where that is asked for."""
+"""`sft`: the trainer, with evaluation between steps if configured."""
 
 from hone.config.sft_config import SFTConfig
 from hone.trainer.sft.train import main as train

@@ -1,9 +1,11 @@
-"""`hone slurm sft|rl CONFIG …`, also as `medarc_slurm`: a run as a job of Slurm, which outlives preemption.
+"""`hone slurm sft|rl CONFIG …`, also `medarc_slurm`: submit a run as a Slurm job that survives
+preemption.
 
     CONFIG, options ─► DIR/configs/{sft,rl}.toml, DIR/{sft,rl}.sh ─ sbatch ─► job: `rl @ configs/rl.toml`, --resume auto
-                       DIR/slurm/jobs.jsonl ◄─ the job's number              on USR1: checkpoint, end, requeued, goes on
+                       DIR/slurm/jobs.jsonl ◄─ the job's number              on USR1: checkpoint, exit, requeue, resume
 
-Nothing of what the user gives is read by a shell: options are arguments of sbatch, values in the script are quoted.
+No shell reads the user's values: options are arguments of sbatch, and values in the script are
+quoted.
 """
 
 import argparse
@@ -217,7 +219,7 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def nodes_of(args: argparse.Namespace) -> list[int]:
-    """How many train, and, where those have nodes of their own, how many sample."""
+    """Return the number of training nodes, and of inference nodes if those are separate."""
     if args.command == "sft":
         return [args.nodes]
     if args.train_nodes is None and args.infer_nodes is None:
@@ -234,7 +236,7 @@ def nodes_of(args: argparse.Namespace) -> list[int]:
 
 
 def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
-    """The configuration as the job will have it, with numbers for names."""
+    """Return the configuration as the job will have it, with placeholders for node names."""
     if len(nodes) == 1:
         return config
     train, infer = (
@@ -246,7 +248,7 @@ def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
 
 
 def gpus_of(args: argparse.Namespace) -> int:
-    """Of each node."""
+    """Return the number of GPUs per node."""
     if args.command == "sft":
         if args.gpus > 8:
             raise ValueError(f"--gpus {args.gpus}: a node has up to 8")
@@ -267,7 +269,7 @@ def gpus_of(args: argparse.Namespace) -> int:
 
 
 def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
-    """The configuration of the job: as the file and the overrides have it, on the job's devices, able to go on."""
+    """Return the job's configuration: file and overrides, on the job's devices, resumable."""
     words = ["@", args.config, *overrides, "--output-dir", str(directory)]
     if args.command == "sft":
         config: Any = load_config(SFTConfig, words)
@@ -321,7 +323,7 @@ def _quote_word(value: Any) -> str:
 def sbatch_options(
     args: argparse.Namespace, gpus: int, nodes: int, directory: Path
 ) -> list[tuple[str, str]]:
-    """Options of sbatch by name."""
+    """Return options of sbatch by name."""
     log = str(directory / "slurm").replace("%", "%%") + "/job_%j.log"
     found = [
         ("job-name", args.job_name or f"{Path(args.config).stem}-{args.command}"),
@@ -389,7 +391,7 @@ def render_script(
 
 
 def jobs_of(run: Path) -> list[str]:
-    """Numbers of a run's jobs. Raises ValueError where there are none."""
+    """Return the job numbers of a run. Raises ValueError if there are none."""
     file = run / "slurm" / "jobs.jsonl"
     found = [str(row["job"]) for row in read_rows(file)]
     if not found:
@@ -445,7 +447,7 @@ def cancel_jobs(args: argparse.Namespace) -> int:
 
 
 def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
-    """A command of Slurm. Raises ValueError where it is not there or does not answer."""
+    """Run a Slurm command. Raises ValueError if it is missing or fails."""
     try:
         return subprocess.run(
             words,

@@ -1,10 +1,13 @@
-"""LoRA adapters beside the weights (Hu et al. 2021): y = W x + scale * B A x, of an adapter chosen for every token.
+"""LoRA adapters for sampling (Hu et al. 2021): y = W x + scale * B A x, with an adapter per token.
 
-peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B per fused weight
+peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B
+per fused weight
 
-All loaded adapters lie side by side: h = A_all x, then h is zeroed where the token has another adapter, then B_all h. A
-handful of small adapters costs two thin products a weight, has no branches, and so fits into a CUDA graph. The rows of
-a fused weight (q, k, v; gate, up) have adapters of their own: B is zero between them.
+All loaded adapters are concatenated: h = A_all x, then h is zeroed where the token uses another
+adapter, then B_all h. A
+handful of small adapters costs two thin products per weight, has no branches, and so fits into a
+CUDA graph. The parts
+of a fused weight (q, k, v; gate, up) have separate adapters: B is zero between them.
 """
 
 import json
@@ -59,14 +62,16 @@ IMMATERIAL = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """A (rank x inputs) and B (outputs x rank, scaled) of HF linears by name, without `.weight`."""
+    """A (rank x inputs) and B (outputs x rank, scaled) by the name of the HF linear, without
+    `.weight`.
+    """
 
     rank: int
     weights: dict[str, tuple[Tensor, Tensor]]
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """An adapter in peft's format. Raises ValueError for what is missing or what has no counterpart here."""
+    """Read an adapter in peft's format. Raises ValueError for missing or unsupported parts."""
     config, tensors = read_files(directory)
     path, file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
     for key, value in config.items():
@@ -92,14 +97,16 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def scale_of(config: dict[str, Any]) -> float:
-    """What B A is multiplied by, of an adapter_config.json."""
+    """Return the scale of B A, from an adapter_config.json."""
     rank: int = config["r"]
     alpha: float = config.get("lora_alpha", PEFT_ALPHA)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """An adapter's configuration and tensors. Raises ValueError where the files are not there or not readable."""
+    """Read an adapter's configuration and tensors. Raises ValueError if files are missing or
+    unreadable.
+    """
     path = directory / "adapter_config.json"
     if not path.is_file():
         raise ValueError(f"{directory} is not an adapter: it has no adapter_config.json")
@@ -126,7 +133,7 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 class Delta:
-    """What the loaded adapters add to one fused weight."""
+    """The loaded adapters' contribution to one fused weight."""
 
     def __init__(self, a_RI: Tensor, b_OR: Tensor, owner_R: Tensor, adapters: "Adapters") -> None:
         self.a_RI, self.b_OR, self.owner_R, self.adapters = a_RI, b_OR, owner_R, adapters
@@ -142,8 +149,10 @@ class Delta:
 class Adapters:
     """The adapters of a model by name.
 
-    `which`: the adapter numbers of the tokens of the current forward pass, as tensors keyed by their length: one for
-    all tokens, one for those that the last block keeps. Empty where no token has an adapter.
+    `which` has the adapter numbers of the tokens of the current forward pass, as tensors keyed by
+    their
+    length: one for all tokens, one for those that the last block keeps. Empty if no token has an
+    adapter.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -153,7 +162,7 @@ class Adapters:
         self._next = 0
 
     def number_of(self, name: str | None) -> int:
-        """The number of an adapter, 0 for none. Raises ValueError for one that is not loaded."""
+        """Return the number of an adapter, 0 for none. Raises ValueError if it is not loaded."""
         if name is None:
             return 0
         if name not in self.loaded:
@@ -163,7 +172,7 @@ class Adapters:
         return self.loaded[name][0]
 
     def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Takes an adapter, instead of one of that name. Raises ValueError where it does not fit the model."""
+        """Load or replace an adapter. Raises ValueError if it does not fit the model."""
         sources = self._linear_shapes()
         for target, (a, b) in adapter.weights.items():
             if target not in sources:
@@ -187,7 +196,9 @@ class Adapters:
 
     @contextmanager
     def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
-        """Inside, forwards are of tokens with adapters of these numbers, of which the last block keeps some."""
+        """Context manager: forward passes use these adapters per token; the last block keeps
+        `keep_N`.
+        """
         if which_T is not None:
             kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
             self.which = {len(which_T): which_T, **kept}
@@ -197,13 +208,13 @@ class Adapters:
             self.which = {}
 
     def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
-        """Inside, forwards are of `count` tokens that all have this adapter. Raises ValueError for one not loaded."""
+        """Context manager: forward passes of `count` tokens use one adapter. Raises ValueError."""
         number = self.number_of(name)
         device = self.model.embed.weight.device
         return self.used_by(torch.full((count,), number, device=device) if number else None)
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """HF linears, and their outputs and inputs."""
+        """Return the HF linears with their numbers of outputs and inputs."""
         parameters = dict(self.model.named_parameters())
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():

@@ -1,16 +1,18 @@
-"""Causal attention over sequences that lie end to end in the flat token axis T.
+"""Causal attention over sequences laid end to end on the flat token axis T.
 
-A token sees its own sequence up to itself and, where the sequence goes on from a prefix, all of that:
+A token sees its own sequence up to itself and the prefix that the sequence continues, if any:
 
-    side by side      [sequence 0][sequence 1]…                                        training, whole prompts
+    packed            [sequence 0][sequence 1]…                                        training, whole prompts
     shared prompts    [prompt 0][completion 00][completion 01]…[prompt 1]…             training on groups
     continued         keys: [before 0][newest 0][before 1]…, queries: [newest 0]…      the rest of a prompt
 
-A prompt that a group of n samples shares is computed once, so that the linear layers see one prompt instead of n.
+A prompt that n samples of a group share is computed once.
 
-On a GPU in half precision, and on a CPU with the compiled kernels, the flat layout is attended to as it lies.
-Elsewhere sequences of similar length share a rectangle, so that padding never more than doubles the attention work
-and never touches the linear layers.
+On a GPU in half precision, and on a CPU with the compiled kernels, attention works on the flat
+layout. Elsewhere
+sequences of similar length share a rectangle, so that padding at most doubles the attention work
+and never reaches the
+linear layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,9 +39,9 @@ if TYPE_CHECKING:
 
 
 class Rotation:
-    """Rotary positions of the tokens of a call. Whole tables, P x E, and the rows of the tokens, T x 1 x E.
+    """Rotary tables of a call: whole tables, P x E, and the tokens' rows, T x 1 x E.
 
-    The latter only where the positions are given: a kernel may know them.
+    The rows exist only if positions are given; kernels may know them.
     """
 
     def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
@@ -62,7 +64,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Heads:
-    """Makes q, k and v of a layer's fused projection T x (H + 2K) x E: head-wise norm, then rotary positions."""
+    """Make q, k and v of a layer's fused projection T x (H + 2K) x E: head-wise norm, then rotary
+    positions.
+    """
 
     H: int
     q_scale_E: Tensor | None
@@ -71,20 +75,20 @@ class Heads:
     rotation: Rotation
 
     def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v, normalised and rotated."""
+        """Return q, k and v, normalized and rotated."""
         turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
 
 class FlatAttention:
-    """Mixes the values that the queries of `sequences` see. Rows of no sequence are 0."""
+    """Attention of the queries of `sequences`. Rows of no sequence are 0."""
 
     def __init__(self, sequences: Sequences, device: torch.device | str) -> None:
         self.sequences, self.device = sequences, torch.device(device)
         self.has_prefixes = bool(sequences.rows[:, 3].any())
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Mixed values, T x (H * E)."""
+        """Return attention outputs, T x (H * E)."""
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
         if keeps_order(q_THE):
@@ -110,7 +114,7 @@ class FlatAttention:
 
     @cached_property
     def sequence_boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        """Where queries, and keys, of each sequence start, and the most of each."""
+        """Return where each sequence's queries and keys start, and the longest of each."""
         _, lengths, _, before = self.sequences.rows.T
         starts = (
             np.concatenate([[0], np.cumsum(x)]).astype(np.int32)
@@ -125,8 +129,10 @@ class FlatAttention:
 
 
 class PackedAttention(FlatAttention):
-    """Of sequences of the given lengths, each followed by its completions, of lengths `completions[i]`, if it is a
-    prompt that some share."""
+    """Attention of sequences of the given lengths.
+
+    A shared prompt is followed by its completions, of lengths `completions[i]`.
+    """
 
     def __init__(
         self,
@@ -146,7 +152,7 @@ class PackedAttention(FlatAttention):
         super().__init__(Sequences(rows, np.concatenate([[0], ends])), device)
 
     def token_positions(self) -> Tensor:
-        """Position of every flat token in its own sequence: completions go on where their prompt ends."""
+        """Return each token's position in its sequence; completions continue their prompt."""
         start, length, _, before = self.sequences.rows.T
         return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
 
@@ -165,9 +171,11 @@ class PackedAttention(FlatAttention):
 
 
 class ContinuedAttention(FlatAttention):
-    """Of `lengths` tokens each that go on after `before` tokens whose keys and values are given.
+    """Attention of `lengths` new tokens after `before` tokens whose keys and values are given.
 
-    Queries lie end to end; so do keys and values, each sequence's earlier ones and then its own. No gradient.
+    Queries are laid end to end; so are keys and values, each sequence's earlier ones and then its
+    new ones.
+    No gradient.
     """
 
     def __init__(
@@ -183,7 +191,7 @@ class ContinuedAttention(FlatAttention):
         )  # where the queries stand among the keys
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
-        """T x (H * E), for S keys of T queries and all before them."""
+        """Return outputs T x (H * E), for S keys of the T queries and all tokens before them."""
         if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
             return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
         return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
@@ -194,7 +202,8 @@ def is_half_on_gpu(x: Tensor) -> bool:
 
 
 def keeps_order(q_THE: Tensor) -> bool:
-    """Whether these are mixed by the kernel that trains, because one order is asked for. Without gradient."""
+    """Return True if the training kernel computes this, because exact numerics are on. No gradient.
+    """
     has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 
@@ -202,7 +211,7 @@ def keeps_order(q_THE: Tensor) -> bool:
 def flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int
 ) -> Tensor:
-    """Flash attention over the flat layout; the last query of a sequence sees all of its keys."""
+    """Run flash attention on the flat layout; the last query of a sequence sees all of its keys."""
     out: Tensor
     if torch.is_grad_enabled():
         from torch.nn.attention.varlen import varlen_attn
@@ -227,7 +236,9 @@ def flash_varlen(
 
 
 class _Bucket:
-    """Sequences of similar length as one padded rectangle: B x C queries, and keys of as many after P of prefixes."""
+    """Sequences of similar length as a padded rectangle: B x C queries, with keys after P of
+    prefixes.
+    """
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
         start, length, prefix, before = rows.T[:, :, None]
@@ -254,7 +265,7 @@ class _Bucket:
             self.mask = torch.cat(parts, dim=-1)[:, None]
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
-        """Of its tokens, which are those of `flat`."""
+        """Return the attention output for this bucket's tokens."""
         q, k, v = (
             _gather_rows(*x)
             for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys))
@@ -267,12 +278,16 @@ class _Bucket:
 
 
 def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
-    """B x H x S x E. Gradients of a row that is taken several times are added up in one order."""
+    """Return B x H x S x E. Gradients of rows that are taken several times are added in a fixed
+    order.
+    """
     return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
 
 
 def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Buckets whose longest is at most twice (or 32 tokens over) the shortest; their prefixes, if any, alike."""
+    """Divide rows into buckets whose longest is at most twice (or 32 tokens over) the shortest,
+    prefixes alike.
+    """
     buckets: list[list[NDArray[np.int64]]] = []
     for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):
         first = buckets[-1][0] if buckets else row

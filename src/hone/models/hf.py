@@ -1,7 +1,7 @@
-"""Models as directories and hub ids in Hugging Face format: the boundary where names change.
+"""Load and save models in Hugging Face format: the boundary where weight names change.
 
 directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *.safetensors (HF names, split)
-Transformer ─ unfuse ─► HF names ─► model.safetensors + the config, tokenizer and template it came with
+Transformer ─ unfuse ─► HF names ─► model.safetensors + config, tokenizer and template of the source
 """
 
 import difflib
@@ -42,7 +42,7 @@ TEXT_FILES = [
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """The mapping table: each parameter of ours to the HF tensors that, stacked by rows, make it."""
+    """Return for each parameter the HF tensors that are stacked by rows in it."""
     table = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         table["head.weight"] = ["lm_head.weight"]
@@ -70,7 +70,7 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
-    """A fused parameter as the row blocks that its HF tensors hold, in the table's order."""
+    """Split a fused parameter into the row blocks of its HF tensors, in the table's order."""
     if ".qkv." in name:
         return list(weight.split(spec.qkv_splits))
     _, is_feed_forward, own = name.partition(".mlp.")
@@ -79,7 +79,7 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
 
 
 def leads_out(file: Path, directory: Path) -> bool:
-    """Return True for a link in a model's directory to a file elsewhere, which may be anybody's.
+    """Return True for a link in a model's directory to a file elsewhere, which anybody may own.
 
     The hub's cache keeps files of a model in `blobs` beside its `snapshots`.
     """
@@ -89,7 +89,7 @@ def leads_out(file: Path, directory: Path) -> bool:
 
 
 def check_links(directory: Path) -> None:
-    """Raise ValueError for a link in a model's directory whose contents would be saved beside new weights."""
+    """Raise ValueError for a link whose target would be copied beside new weights."""
     for pattern in TEXT_FILES:
         for file in sorted(directory.glob(pattern)):
             if leads_out(file, directory):
@@ -99,9 +99,9 @@ def check_links(directory: Path) -> None:
 
 
 def resolve_model(name: str) -> Path:
-    """The local directory of a model: a path as it is, a hub id from the cache or downloaded.
+    """Return a model's local directory: a path itself, a hub id from the cache or by download.
 
-    Raises ValueError that says why when there is neither.
+    Raises ValueError with the reason if there is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -147,10 +147,11 @@ def load_model(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Transformer:
-    """The model of an HF directory, ready to train or sample.
+    """Load a model directory, ready to train or sample.
 
-    `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError when weights
-    are missing, superfluous or of another shape than `config.json` says.
+    `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError if
+    weights are
+    missing, unexpected or of another shape than `config.json` says.
     """
     spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
     model = empty_model(spec, dtype, "cpu" if random_init else device)
@@ -162,7 +163,7 @@ def load_model(
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> Transformer:
-    """A model whose weights are yet to be filled."""
+    """Return a model with uninitialized weights."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -174,8 +175,10 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 
 @torch.no_grad()
 def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
-    """The weights of a directory into tensors by their HF names, wherever they are. Raises ValueError like
-    `load_model`, before anything is changed."""
+    """Load a directory's weights into tensors by HF name, on any device.
+
+    Raises ValueError like `load_model`, before anything is changed.
+    """
     where = find_weights(into, directory)
     require_tied_head(into, where, directory)
     for file in sorted(set(where.values())):
@@ -203,8 +206,8 @@ def require_tied_head(
 
 
 def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
-    """The file of each tensor of a directory. Raises ValueError where files cannot be read, or have not exactly the
-    tensors that are wanted, of those shapes."""
+    """Return the file of each tensor. Raises ValueError for unreadable files or unexpected tensors.
+    """
     files, listed = weight_files(directory)
     shapes = {file: _read_shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]} if listed is None else listed
@@ -310,14 +313,16 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
-    """The model's weights under their HF names, as views."""
+    """Return the model's weights under their HF names, as views."""
     parameters = dict(model.named_parameters())
     for ours, theirs in hf_names(model.spec).items():
         yield from zip(theirs, split_rows(model.spec, ours, parameters[ours].detach()), strict=True)
 
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
-    """Write an HF directory: the weights of `model`, everything else as in `source`. It appears whole (by rename)."""
+    """Write a model directory: the weights of `model`, other files from `source`. It appears by
+    rename.
+    """
     with appearing_directory(directory) as partial:
         write_model(model, source, partial)
 

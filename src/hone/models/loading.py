@@ -1,4 +1,4 @@
-"""A model as the configuration names it: weights, tokenizer and the directory they came from."""
+"""Load the configured model: weights, tokenizer and source directory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ class Loaded:
 
 
 def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
-    """Resolves, checks the cheap things first, then loads. Raises ValueError with what is wrong."""
+    """Load a model after cheap checks. Raises ValueError."""
     directory = resolve_model(config.name)
     check_links(directory)
     tokenizer = Tokenizer.for_model(directory, config)
@@ -47,7 +47,7 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
 
 
 def require_order(model: Transformer) -> None:
-    """Raises ValueError for a model that is not computed in one order here."""
+    """Raise ValueError for a model without exact numerics on this device."""
     weight, spec = model.embed.weight, model.spec
     if spec.routed_experts:
         raise ValueError(

@@ -1,10 +1,11 @@
-"""LoRA as it is trained (Hu et al. 2021): y = W x + scale * B A x, W frozen, A and B of each HF linear its own.
+"""LoRA in training (Hu et al. 2021): y = W x + scale * B A x, W frozen, one A and B per HF linear.
 
-    fused weight   q │ k │ v  by rows        A_RI   A of q, of k, of v, one below the other
-    adapter        B_q A_q │ B_k A_k │ …     B_OR   B of q, k, v along the diagonal, 0 elsewhere
+    fused weight   q │ k │ v  by rows        A_RI   A of q, k and v stacked
+    adapter        B_q A_q │ B_k A_k │ …     B_OR   B of q, k and v on the diagonal, 0 elsewhere
 
-Saved as peft does (adapter_config.json, adapter_model.safetensors), and merged into a plain model, here or where only
-the adapter was sent. The adapters that a server loads beside a model are in `adapters.py`.
+Saved as peft does (adapter_config.json, adapter_model.safetensors), or merged into a plain model.
+Adapters that a
+server loads beside a model are in `adapters.py`.
 """
 
 import json
@@ -34,7 +35,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class LoRA(nn.Module):
-    """What is added to one fused weight, whose rows are those of the HF linears `names`, of the `heights` given."""
+    """The adapter of one fused weight, whose rows belong to the HF linears `names` with these
+    `heights`.
+    """
 
     def __init__(
         self, linear: Linear, names: list[str], heights: list[int], config: LoRAConfig
@@ -68,7 +71,7 @@ class LoRA(nn.Module):
         return not (self.training and self.config.dropout)
 
     def scaled_factors(self) -> tuple[Tensor, Tensor]:
-        """A_RI and B_OR, scaled."""
+        """Return A_RI and B_OR, scaled."""
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
         if len(b_OR) != self.outputs:
             b_OR = put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
@@ -76,17 +79,19 @@ class LoRA(nn.Module):
 
     @torch.no_grad()
     def merge_into(self, weight_OI: Tensor) -> Tensor:
-        """A fused weight with the adapter merged into it, as samplers have it."""
+        """Return a fused weight with the adapter merged, as samplers use it."""
         return self.add_to(weight_OI).to(weight_OI.dtype)
 
     def named_pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """HF linears with their A and B, not scaled, detached; `whole` joins what is split over ranks."""
+        """Yield HF linears with their A and B, unscaled and detached; `whole` gathers sharded
+        tensors.
+        """
         of_a = whole(self.A.detach()).split(self.config.rank)
         of_b = whole(self.B.detach()).split([self.heights[name] for name in self.targets])
         yield from zip(self.targets, of_a, of_b, strict=True)
 
     def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
-        """A fused weight with the adapter merged into it, in fp32."""
+        """Return a fused weight with the adapter merged, in fp32."""
         merged = weight_OI.to(torch.float32, copy=True)
         rows = dict(zip(self.heights, merged.split(list(self.heights.values())), strict=True))
         for name, a, b in self.named_pairs(whole):
@@ -95,15 +100,17 @@ class LoRA(nn.Module):
 
 
 def _add_product(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
-    """Adds scale * B A, in fp32."""
+    """Add scale * B A, in fp32."""
     a, b = (x.to(weight_OI.device, torch.float32) for x in (a_RI, b_OR))
     weight_OI.addmm_(b, a, alpha=scale)
 
 
 @torch.no_grad()
 def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
-    """Merges an adapter that `write_adapter` wrote into the weights that it was trained on, by their HF names: what its
-    trainer exports, bit for bit. Raises ValueError for one of another model."""
+    """Merge a saved adapter into its base weights by HF name, bit for bit as its trainer exports.
+
+    Raises ValueError for an adapter of another model.
+    """
     config, tensors = read_files(directory)
     scale, used = scale_of(config), {"lm_head.weight"}  # a tied head's, once more
 
@@ -132,7 +139,9 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
-    """Freezes the model but for `modules_to_save`, and adds adapters whose product is 0. Raises ValueError."""
+    """Freeze the model except `modules_to_save`, and add adapters with product 0. Raises
+    ValueError.
+    """
     table, possible = hf_names(model.spec), model.spec.linear_shapes
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
@@ -183,14 +192,18 @@ def lora_modules(model: Transformer) -> Iterator[LoRA]:
 
 
 def seed_dropout(model: Transformer, *numbers: int) -> None:
-    """Has what adapters drop follow from these numbers: a step that is taken again drops the same."""
+    """Seed the adapters' dropout with these numbers, so that a repeated step drops the same."""
     if any(not lora.is_plain for lora in lora_modules(model)):
         torch.manual_seed(zlib.crc32(repr(numbers).encode()))
 
 
 class Merged:
-    """What samplers read of a model that is being trained: without adapters the model itself. Else `model` is a plain
-    one that shares all weights but those that adapters change, which are the sums of both as of the last `follow_step`."""
+    """What samplers read of a model in training: without adapters, the model itself.
+
+    With adapters, `model` is a plain one that shares all weights except those with adapters, which
+    are the
+    sums as of the last `follow_step`.
+    """
 
     def __init__(self, trained: Transformer) -> None:
         self.trained, self.model = trained, trained
@@ -215,14 +228,14 @@ class Merged:
 
     @torch.no_grad()
     def follow_step(self) -> None:
-        """After a step of training."""
+        """Update the merged weights after a training step."""
         for own, weight, lora in self._sums:
             own.copy_(lora.merge_into(weight))
 
 
 @contextmanager
 def without_lora(model: Transformer) -> Iterator[None]:
-    """Inside, the model is what its adapters were added to."""
+    """Context manager that disables the adapters."""
     kept = [(linear, linear.delta) for linear, _ in _block_linears(model)]
     for linear, _ in kept:
         linear.delta = None
@@ -234,7 +247,7 @@ def without_lora(model: Transformer) -> Iterator[None]:
 
 
 def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, Tensor]:
-    """What peft saves of an adapter, by its names."""
+    """Return an adapter's tensors by peft's names."""
     tensors: dict[str, Tensor] = {}
     saved = set[str]()
     for lora in lora_modules(model):
@@ -257,7 +270,8 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
 def write_adapter(
     tensors: Mapping[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path
 ) -> None:
-    """An adapter in peft's format: for peft, vLLM, and `load_lora_adapter` of our server."""
+    """Write an adapter in peft's format, for peft, vLLM, and `load_lora_adapter` of Hone's server.
+    """
     # peft goes by the ends of names: norm alone would be all norms
     saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]
     settings = {
@@ -290,7 +304,7 @@ def _index_of(name: str, names: list[str]) -> int:
 
 
 def _block_linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
-    """The blocks' linears, with the names of their weights here."""
+    """Yield the blocks' linears with the names of their weights."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith("blocks."):
             yield module, [f"{name}.weight"]

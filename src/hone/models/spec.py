@@ -1,7 +1,9 @@
-"""The shape of a model, and what follows from it: names of weights, FLOPs, what training keeps. Imports no torch.
+"""The shape of a model, and derived facts: weight names, FLOPs, activation memory. Imports no
+torch.
 
-`ModelSpec` is the dense family; another one derives from it (`families/`) and says what is different. Whoever needs to
-know something about the feed-forward part of a block, or whether a fast path takes the model, asks here.
+`ModelSpec` is the dense family; other families derive from it (`families/`) and override what
+differs. Code that
+depends on the feed-forward part of a block, or on a fast path's support for the model, asks here.
 """
 
 import json
@@ -12,7 +14,9 @@ from typing import Any, ClassVar, Literal
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Rotary frequencies of Llama 3.1: slow ones are divided by `factor`, fast ones kept, those between blended."""
+    """Rotary frequencies of Llama 3.1: low ones divided by `factor`, high ones kept, those between
+    blended.
+    """
 
     factor: float
     low_freq_factor: float
@@ -22,7 +26,7 @@ class Llama3Rope:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What the transformer needs to know about itself; names follow `config.json`."""
+    """Shape of a model; field names follow `config.json`."""
 
     vocab_size: int
     hidden_size: int
@@ -44,7 +48,7 @@ class ModelSpec:
 
     @property
     def qkv_splits(self) -> tuple[int, int, int]:
-        """Rows of the fused qkv weight that belong to q, k and v."""
+        """Return the numbers of rows of q, k and v in the fused weight."""
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
@@ -52,7 +56,9 @@ class ModelSpec:
 
     @classmethod
     def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
-        """The fields that a `config.json` of this family has under keys of its own. Raises ValueError, KeyError."""
+        """Return fields that a family's `config.json` has under its own keys. Raises ValueError,
+        KeyError.
+        """
         return {"intermediate_size": int(config["intermediate_size"])}
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = (
@@ -64,12 +70,12 @@ class ModelSpec:
 
     @property
     def routed_experts(self) -> int:
-        """Experts that a token goes through in all blocks together; 0 where there is no choice."""
+        """Return the number of experts per token over all blocks, 0 if there is no routing."""
         return 0
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Inputs and outputs of a block's linears that may have an adapter, by their HF names."""
+        """Return inputs and outputs of a block's linears that may have adapters, by HF name."""
         D, F = self.hidden_size, self.intermediate_size
         return self.attention_linears | {
             "gate_proj": (D, F),
@@ -78,7 +84,7 @@ class ModelSpec:
         }
 
     def feed_forward_names(self) -> dict[str, list[str]]:
-        """Each of a block's feed-forward parameters by the HF tensors that, stacked by rows, make it."""
+        """Return for each feed-forward parameter the HF tensors stacked by rows in it."""
         table = {
             "gate_up.weight": ["gate_proj.weight", "up_proj.weight"],
             "down.weight": ["down_proj.weight"],
@@ -91,17 +97,18 @@ class ModelSpec:
         return table
 
     def feed_forward_rows(self, name: str) -> int:
-        """How many rows each HF tensor has of the fused parameter `gate_up`; all of others."""
+        """Return the rows of each HF tensor in the fused parameter `gate_up`; all rows for others.
+        """
         return self.intermediate_size if name.startswith("gate_up.") else 0
 
     @property
     def active_feed_forward(self) -> int:
-        """Weights of a block's feed-forward part that a token is multiplied with."""
+        """Return the number of a block's feed-forward weights used per token."""
         return 3 * self.hidden_size * self.intermediate_size
 
     @property
     def kept_feed_forward(self) -> int:
-        """Numbers of a token that a block's feed-forward part keeps for the way back."""
+        """Return how many numbers per token a feed-forward part keeps for backward."""
         return 2 * self.intermediate_size
 
     # --------------------------------------------------------------------------------------- what follows for all
@@ -113,11 +120,11 @@ class ModelSpec:
 
     @property
     def cache_numbers(self) -> int:
-        """Numbers of a token's keys and values."""
+        """Return how many numbers per token keys and values have."""
         return self.num_hidden_layers * sum(self.qkv_splits[1:])
 
     def parameter_count(self) -> int:
-        """Weights in all; norms and biases, which are few, are left out."""
+        """Return the number of weights, without norms and biases."""
         head = 1 if self.tie_word_embeddings else 2
         return (
             head * self.vocab_size * self.hidden_size
@@ -126,7 +133,7 @@ class ModelSpec:
 
     @property
     def feed_forward_size(self) -> int:
-        """Weights of a block's feed-forward part."""
+        """Return the number of weights of a block's feed-forward part."""
         return self.active_feed_forward
 
     def _block_parameters(self, feed_forward: int) -> int:
@@ -134,13 +141,16 @@ class ModelSpec:
         return self.hidden_size * (2 * q + k + v) + feed_forward
 
     def flops_per_token(self, context: float = 0.0, head: float = 1.0) -> float:
-        """Forward FLOPs of one token (2 a multiply-add) that attends to `context` others, the LM head for a share."""
+        """Return forward FLOPs of one token that attends to `context` others.
+
+        A multiply-add counts 2; `head` is the fraction of tokens that use the LM head.
+        """
         layer = self._block_parameters(self.active_feed_forward) + 2 * self.qkv_splits[0] * context
         return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """The parsed `config.json` of a model directory; ValueError names the file when it is missing or broken."""
+    """Parse the `config.json` of a model directory. Raises ValueError that names the file."""
     return model_config_of(model_config_text(directory), directory)
 
 
@@ -152,7 +162,7 @@ def model_config_text(directory: Path) -> str:
 
 
 def model_config_of(text: str, directory: Path) -> dict[str, Any]:
-    """That of the directory, of which this is the text."""
+    """Parse `text`, the config.json of the directory."""
     try:
         config: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:

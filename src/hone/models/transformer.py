@@ -1,14 +1,16 @@
 """The one model definition, for training and for sampling.
 
-All tokens of a call lie end to end in one flat axis T, with no padding; which of them see each other is
-the business of the attention that is handed in:
+All tokens of a call are laid end to end on one flat axis T, without padding; the attention object
+that is passed in
+decides which of them see each other:
 
     tokens_T, positions_T ─ embed ─► x_TD ─┬─ norm ─ qkv ─ attend(layer, qkv, heads: q/k norm, rope) ─ out ─┬─►
                                            └──────────────────────── residual ──────────────────────────────┘
-    training and prefill hand in PackedAttention (sequences side by side), decoding hands in the KV cache.
+    training and prefill pass PackedAttention (sequences end to end), decoding passes the KV cache.
 
-Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` has the names of the outside world.
-Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
+Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` maps them to Hugging Face names.
+Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V
+vocabulary.
 """
 
 import math
@@ -44,16 +46,18 @@ Pending = Tensor | gpu.Scaled | None
 
 
 class Attention(Protocol):
-    """Mixes the values of the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
+    """Attention over the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
 
-    `heads` makes q, k and v of the projection; a kernel may do that and the mixing in one.
+    `heads` makes q, k and v of the projection; a kernel may fuse that with attention.
     """
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
 
 
 class Linear(nn.Module):
-    """y = W x + b. Not nn.Linear: weights are loaded or drawn by `init_weights`, so none are drawn here."""
+    """y = W x + b. Not nn.Linear, which would initialize weights; they are loaded, or set by
+    `init_weights`.
+    """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
         super().__init__()
@@ -72,16 +76,18 @@ class Linear(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all that is computed is W x + b, or W x + b + B A x with the `added_factors` A and B."""
+        """Return True if the layer is W x + b, or W x + b + B A x with the `added_factors` A and B.
+        """
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """A and B of what is added to a plain one."""
+        """Return A and B of what is added to a plain layer."""
         return (None, None) if self.delta is None else self.delta.scaled_factors()  # type: ignore[attr-defined]
 
     def whole_weight(self) -> Tensor | None:
-        """On a GPU, where sampler and trainer are to have the same bits: the weight with what is trained beside it
-        merged in, as the sampler has it."""
+        """Return the weight with adapters merged as the sampler has it, on a GPU with exact
+        numerics.
+        """
         merged = getattr(self.delta, "merge_into", None)
         if merged is None or not self.is_plain or not is_ordered(self.weight):
             return None
@@ -91,9 +97,12 @@ class Linear(nn.Module):
     def project_onto(
         self, stream_TO: Tensor, x_TI: Tensor, norm: "RMSNorm | None" = None
     ) -> tuple[Tensor, Pending]:
-        """The residual stream, and the result, which is to be added to it: for few tokens on a GPU as parts S x T x O.
+        """Return the residual stream and a pending delta, for few tokens on a GPU as parts S x T x
+        O.
 
-        For still fewer the stream has it already, and what comes second is the norm of that, if one is given.
+        For even fewer tokens the result is added to the stream, and the second value is the norm of
+        that, if
+        one is given.
         """
         if self.delta is not None:
             return stream_TO, self(x_TI)
@@ -119,13 +128,13 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x + delta, and its norm."""
+        """Return x + delta, and its norm."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
     def norm_and_project(
         self, linear: Linear, x_TD: Tensor, delta: Pending
     ) -> tuple[Tensor, Tensor]:
-        """x + delta, and the projection of its norm."""
+        """Return x + delta, and the projection of its norm."""
         if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, linear.weight, linear.bias)
         if gpu.trains(x_TD) and linear.is_plain:
@@ -135,7 +144,9 @@ class RMSNorm(nn.Module):
         return total_TD, linear(normed_TD)
 
     def fused_before(self, projection: nn.Module, x_TD: Tensor) -> "RMSNorm | None":
-        """Itself, if the projection after it takes what is made of it by the kernel that adds to x (`Linear.project_onto`)."""
+        """Return this norm if the next projection takes it fused with the addition
+        (`project_onto`).
+        """
         is_elsewhere = hasattr(
             self.weight, "to_local"
         )  # ranks share it, and bring it together for its own block alone
@@ -145,7 +156,7 @@ class RMSNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections, and the mixing of values between them."""
+    """Projections, with attention between them."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -174,7 +185,9 @@ class MLP(nn.Module):
     def norm_and_apply(
         self, norm: RMSNorm, x_TD: Tensor, delta: Pending, following: RMSNorm | None = None
     ) -> tuple[Tensor, Pending]:
-        """x + delta, and what comes of its norm, as `Linear.project_onto` returns it before the norm that follows."""
+        """Return x + delta, and the MLP of its norm, as `Linear.project_onto` does before
+        `following`.
+        """
         weights = (self.gate_up.weight, self.gate_up.bias)
         if isinstance(delta, gpu.Scaled):
             return self.down.project_onto(
@@ -196,9 +209,10 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Of E small feed-forward parts each token goes through k, by its router's softmax (Qwen3-MoE). In plain torch.
+    """E small feed-forward experts of which each token uses k, by router softmax (Qwen3-MoE). Plain
+    torch.
 
-    Weights of all experts lie below each other: gate_up E2F x D, down ED x F.
+    Weights of all experts are stacked: gate_up E2F x D, down ED x F.
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
@@ -249,9 +263,10 @@ class Weight(nn.Module):
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """The first counts[0] rows of x times the first weight, the next counts[1] times the second, …
+    """Multiply the first counts[0] rows of x by the first weight, the next counts[1] by the second,
+    …
 
-    Weights lie below each other, EO x I.
+    Weights are stacked, EO x I.
     """
     weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
     if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
@@ -286,8 +301,10 @@ class Block(nn.Module):
         keep_N: Tensor | None,
         following: "Block | None" = None,
     ) -> tuple[Tensor, Pending]:
-        """Takes and returns the residual stream and a pending delta, which the next norm adds to the stream, or what is
-        made of that norm already."""
+        """Take and return the residual stream and a pending delta.
+
+        The next norm adds the delta to the stream; it may already be that norm's output.
+        """
         if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
             assert not isinstance(delta, gpu.Scaled)  # made on a GPU alone
             return self.forward_compiled(x_TD, delta, rotation, attend, keep_N)
@@ -306,7 +323,9 @@ class Block(nn.Module):
         return self.mlp.norm_and_apply(self.mlp_norm, x_TD, delta, after)
 
     def is_compiled(self, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
-        """Whether `forward_compiled` takes this: all weights of a dense block are trained on a CPU, none has a bias."""
+        """Return True if `forward_compiled` supports this: a dense block in training on a CPU, no
+        biases.
+        """
         kept_TD = (
             x_TD if keep_N is None else x_TD[: len(keep_N)]
         )  # as many rows as go through the other linears
@@ -332,7 +351,7 @@ class Block(nn.Module):
         attend: PackedAttention,
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """The same numbers to the bit in two calls each way."""
+        """Compute the block in two calls each way, with the same bits."""
         own, mlp = self.attention, self.mlp
         assert own.q_norm is not None and own.k_norm is not None
         norms = (
@@ -353,9 +372,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model of any family. `forward` gives hidden states, `compute_logits` their logits.
+    """A causal language model of any family. `forward` gives hidden states, `compute_logits`
+    logits.
 
-    Weights are uninitialised until they are loaded (`models/hf.py`) or drawn (`init_weights`).
+    Weights are uninitialized until they are loaded (`models/hf.py`) or drawn (`init_weights`).
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -374,10 +394,11 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states x_TD, normalised, of tokens at the given positions in their own sequences.
+        """Return final normalized hidden states of tokens at positions in their own sequences.
 
-        With `keep_N` (indices into T without repeats) only those rows come out, N x D. The last block then
-        computes no more of the others than the keys and values that the kept ones look at.
+        With `keep_N` (indices into T without repeats) only those rows are returned, N x D. The last
+        block then
+        computes only keys and values of the others.
         """
         return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 
@@ -388,7 +409,7 @@ class Transformer(nn.Module):
         attend: Attention,
         keep_N: Tensor | None = None,
     ) -> Tensor:
-        """`forward` of embedded tokens. Positions may be left out where `attend` knows them."""
+        """Do `forward` for embedded tokens. Positions may be omitted if `attend` knows them."""
         delta = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
@@ -403,7 +424,7 @@ class Transformer(nn.Module):
         return self.norm(x_TD, delta)[1]
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
-        """To each block its part of `routing_TR`, to the last one that of the rows which it keeps."""
+        """Pass each block its part of `routing_TR`, the last one only the kept rows."""
         if not self.spec.routed_experts:
             return
         *first, last = self.expert_layers
@@ -418,25 +439,28 @@ class Transformer(nn.Module):
 
     @property
     def stays_on_device(self) -> bool:
-        """Whether a pass over few tokens is done by kernels of the device alone, so that it can be captured."""
+        """Return True if a pass over few tokens needs no host work, so that graphs can capture it.
+        """
         return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property
     def expert_layers(self) -> list["Experts"]:
-        """The feed-forward parts, of a mixture of experts."""
+        """Return the feed-forward parts of a mixture of experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Logits of the given positions, T x V, in the dtype of the weights."""
+        """Return logits T x V in the dtype of the weights."""
         return linear(hidden_TD, self.head_weight_VD)
 
     @property
     def head_weight_VD(self) -> Tensor:
-        """What makes logits of hidden states: the embedding's own weight where they are tied."""
+        """Return the head's weight, which is the embedding's if they are tied."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of the rotary angles of all positions, P x E (Su et al. 2021): halves turn against each other."""
+        """Return cos and sin of the rotary angles of all positions, P x E (Su et al. 2021),
+        half-split.
+        """
         table = self.rope_table
         if table is None or table[0].device != device or table[0].dtype != dtype:
             table = self.rope_table = build_rope_table(self.spec, device, dtype)
@@ -444,7 +468,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Normal weights of width `initializer_range`, norms 1, biases 0."""
+        """Draw normal weights with deviation `initializer_range`; norms are 1, biases 0."""
         for name, parameter in self.named_parameters():
             if name.endswith("norm") or name.endswith("norm.weight"):
                 parameter.fill_(1.0)
@@ -457,7 +481,7 @@ class Transformer(nn.Module):
 def build_rope_table(
     spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and signed sin for every position, P x E; sin's first half is negative so that one roll rotates."""
+    """Return cos and signed sin for every position, P x E; sin's first half is negated."""
     half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
     frequencies = 1.0 / spec.rope_theta**half
     if spec.rope_scaling is not None:
@@ -468,7 +492,7 @@ def build_rope_table(
 
 
 def scale_frequencies(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
-    """Llama 3.1's: how often a frequency turns within the original context says how much it is slowed down."""
+    """Scale frequencies as Llama 3.1 does, by their number of turns in the original context."""
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0, 1

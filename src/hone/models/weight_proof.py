@@ -1,4 +1,6 @@
-"""Proof that weights arrived: a checksum of every bit, and logprobs of a fixed sequence on both sides."""
+"""Prove that weights arrived: a checksum over all bits, and logprobs of a fixed sequence on both
+sides.
+"""
 
 import hashlib
 import itertools
@@ -20,7 +22,7 @@ ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
 
 
 class Proof:
-    """Of what a model's weights are at a time; they stay where they are while their values change."""
+    """Fingerprints and checksum of a model's weights, at fixed addresses with changing values."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.tensors = model, dict(hf_tensors(model))  # by their HF names
@@ -33,22 +35,24 @@ class Proof:
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
     def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
-        """What new values of the weights begin with: gives a function for the names of those that have arrived while
-        others are still to come, whose fingerprints are computed meanwhile on a GPU."""
+        """Begin fingerprints for new values; return a callback for the names of arrived weights.
+
+        On a GPU their fingerprints are computed while others are still to come.
+        """
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
     def weight_fingerprints(self) -> list[int]:
-        """Of each weight, in the boundary's order: 64 bits that any one changed bit changes, computed where the weight
-        is, alike on every device."""
+        """Return a 64-bit fingerprint per weight, in the boundary's order, equal on every device.
+        """
         return self._fingerprints()
 
     def by_name(self, of_each: list[int]) -> dict[str, str]:
-        """Fingerprints as others read them."""
+        """Return fingerprints by name, as they are sent."""
         return {name: f"{value:016x}" for name, value in zip(self.tensors, of_each, strict=True)}
 
     def combine_checksum(self, of_each: list[int]) -> str:
-        """Of names, shapes and bits of all weights, from their fingerprints."""
+        """Return the checksum of names, shapes and fingerprints of all weights."""
         digest = self._names_and_shapes.copy()
         digest.update(struct.pack(f"<{len(self.tensors)}Q", *of_each))
         return digest.hexdigest()
@@ -60,18 +64,20 @@ def model_checksum(model: Transformer) -> str:
 
 
 def canary_ids(vocab_size: int) -> list[int]:
-    """A fixed sequence all over the vocabulary."""
+    """Return a fixed sequence spread over the vocabulary."""
     return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
 
 
 def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
-    """Logprobs, at temperature 1, of every token after the first."""
+    """Return logprobs, at temperature 1, of every token after the first."""
     return score_sequences(model, [ids], 1.0)[0]
 
 
 class CanaryScorer:
-    """`score` of one model, whose weights stay where they are while their values change. On a GPU the canary's pass is
-    a graph: 2 ms for a model of 0.6B parameters, where launching its kernels one by one takes the host 24."""
+    """`score` of one model at fixed addresses.
+
+    On a GPU the canary's pass is a graph: 2 ms for 0.6B parameters instead of 24 ms of launches.
+    """
 
     def __init__(self, model: Transformer) -> None:
         is_whole = not hasattr(
@@ -113,7 +119,7 @@ class CanaryScorer:
 def score_sequences(
     model: Transformer, sequences: list[list[int]], temperature: float
 ) -> list[list[float]]:
-    """The same of several sequences, at a temperature."""
+    """Return logprobs of several sequences, at a temperature."""
     found: list[float] = []
     lengths = [len(ids) - 1 for ids in sequences]
     for logits, target in _iterate_logits(model, sequences):
@@ -129,7 +135,7 @@ def score_sequences(
 def find_likeliest(
     model: Transformer, ids: list[int], number: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Logprobs of every token after the first, at temperature 1, and at each place the likeliest tokens with theirs."""
+    """Return logprobs at temperature 1 of every token after the first, and the likeliest tokens."""
     own: list[float] = []
     others: list[list[tuple[int, float]]] = []
     for logits, target in _iterate_logits(model, [ids]):
@@ -146,7 +152,7 @@ def find_likeliest(
 def _iterate_logits(
     model: Transformer, sequences: list[list[int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and the tokens that come there, some rows at a time."""
+    """Yield logits and the tokens that follow, some rows at a time."""
     device = model.embed.weight.device
     packed = PackedAttention([len(ids) - 1 for ids in sequences], device)
     tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)

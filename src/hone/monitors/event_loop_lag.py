@@ -1,4 +1,4 @@
-"""How long the event loop keeps things waiting: what blocks it shows up here before it shows up as a slow run."""
+"""Measure the lag of the event loop, which reveals blocking calls."""
 
 import asyncio
 import logging

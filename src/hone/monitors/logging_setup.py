@@ -1,4 +1,4 @@
-"""Log lines: `12:00:00 SUCCESS Step 3 | Time: …` on the console and, once a run directory is known, in its logs/.
+"""Log lines: `12:00:00 SUCCESS Step 3 | Time: …` on the console and in the run's logs/.
 
 Step lines have the level SUCCESS: scripts look for lines with SUCCESS and Step in them.
 """
@@ -16,7 +16,7 @@ FORMAT = "%(asctime)s %(levelname)7s %(message)s"
 
 
 def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
-    """Logs of `hone` to stdout, as text or as objects of JSON."""
+    """Write logs of `hone` to stdout, as text or as JSON objects."""
     logging.addLevelName(SUCCESS, "SUCCESS")
     handler = _Stdout()
     handler.setFormatter(_Json() if form == "json" else Line(FORMAT, "%H:%M:%S"))
@@ -30,7 +30,7 @@ def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
 
 
 class Line(logging.Formatter):
-    """A record as one line; what clients and models wrote in it cannot forge another one or act on a terminal."""
+    """Format a record as one line, with control characters and line breaks escaped."""
 
     def format(self, record: logging.LogRecord) -> str:
         return indent_lines(super().format(record))
@@ -48,7 +48,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to what sys.stdout is at the time: a progress bar replaces it to keep its place below the lines."""
+    """A stream to the current sys.stdout, which a progress bar replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -59,9 +59,10 @@ class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def component_log(name: str, directory: Path | None = None) -> logging.Logger:
-    """The logger of a component (trainer, orchestrator, sft); with a directory also into NAME.log there.
+    """Return the logger of a component (trainer, orchestrator, sft), with a directory also to
+    NAME.log.
 
-    What environments say goes into the log of the orchestrator, which asks them.
+    Logs of environments go to the orchestrator's log.
     """
     logger = logging.getLogger(f"hone.{name}")
     if directory is not None:

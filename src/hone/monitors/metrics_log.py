@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object a step in a file, and the trackers that are asked for."""
+"""Metrics of a run: one JSON object per step in a file, and the configured trackers."""
 
 import contextlib
 import json
@@ -11,8 +11,7 @@ from hone.monitors.trackers import Rows, TensorBoard, Tracker, Trackers, Wandb
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl or rollouts.jsonl; what a run that was killed, or a full disk, left of its last line
-    is no row."""
+    """Read a metrics.jsonl or rollouts.jsonl; an incomplete last line is ignored."""
     rows = []
     for line in (
         path.read_text().split("\n") if path.exists() else []
@@ -23,7 +22,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """Use as a context manager; `log_metrics(step, values)` appends a line."""
+    """Context manager; `log_metrics(step, values)` appends a line."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +41,7 @@ class Metrics:
         self.trackers.log_row(step, values)
 
     def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
-        """For the trackers; the run's own file has all of them."""
+        """Send rollouts to the trackers; the run's own files have all of them."""
         self.trackers.log_rollouts(step, max_steps, rows)
 
     def __enter__(self) -> "Metrics":

@@ -1,11 +1,11 @@
-"""How far a run is, in one line at the bottom of a terminal that stays below the log lines; nothing elsewhere."""
+"""Progress of a run in one line below the log lines of a terminal; nothing elsewhere."""
 
 from types import TracebackType
 from typing import Any
 
 
 class Live:
-    """Use as `with`. `start_run` says how many steps there are, `doing` what a step is at, `show_step` that one is done."""
+    """Context manager of the progress line."""
 
     def __init__(self, name: str, is_on: bool = True) -> None:
         from rich.console import Console
@@ -49,15 +49,16 @@ class Live:
             self._bar.stop()
 
     def start_run(self, total: int, done: int = 0) -> None:
+        """Set the number of steps in total and done."""
         if self.is_on:
             self._bar.update(self._task, total=total, completed=done)
 
     def show_activity(self, what: str, done: int | None = None, total: int | None = None) -> None:
-        """As in `generating 5/16`."""
+        """Show the current activity, as in `generating 5/16`."""
         if self.is_on:
             self._bar.update(self._task, doing=what if done is None else f"{what} {done}/{total}")
 
     def show_step(self, said: str) -> None:
-        """A step is done; `said` is its news."""
+        """Count a finished step; `said` summarizes it."""
         if self.is_on:
             self._bar.update(self._task, advance=1, said=said)

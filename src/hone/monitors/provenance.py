@@ -1,4 +1,4 @@
-"""What a run was made by and on: versions, the state of the source, the device."""
+"""Provenance of a run: versions, source commit, device."""
 
 import functools
 import importlib.metadata
@@ -10,7 +10,8 @@ from typing import Any
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """Versions of Hone, torch and Python; the commit of the directory that the command was given in, if it has one."""
+    """Return versions of Hone, torch and Python, and the commit of the working directory, if any.
+    """
     found = {"python": platform.python_version(), "system": platform.platform()}
     for name in ("hone-rl", "torch"):
         try:
@@ -22,7 +23,7 @@ def made_by() -> dict[str, str]:
 
 
 def commit_of(directory: Path) -> str:
-    """As `1a2b3c4d`, with `+` where files differ from it; empty where there is none, or no git."""
+    """Return the commit as `1a2b3c4d`, with `+` for changed files; "" without git."""
     try:
         words = [
             "git",
@@ -41,7 +42,7 @@ def commit_of(directory: Path) -> str:
 
 
 def device_name(device: Any, count: int = 1) -> str:
-    """Of a torch device in words, as `NVIDIA H200` or `CPU (avx512)`."""
+    """Return the name of a torch device, as `NVIDIA H200` or `CPU (avx512)`."""
     if device.type == "cuda":
         import torch
 

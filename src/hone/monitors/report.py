@@ -1,8 +1,8 @@
-"""What is told of a step, once, whoever trains: lines on the console and in the logs, a row of metrics.jsonl.
+"""Reports of a step, for every trainer: console and log lines, and a row of metrics.jsonl.
 
 sampled ─► orchestrator's line ──┐
-trained ─► trainer's line        ├─► whole ─► row (file, trackers), line of both sides
-evaluated ─► line of each environment ─► row
+trained ─► trainer's line        ├─► merged ─► row (file, trackers), summary line
+evaluated ─► line per environment ─► row
 """
 
 import logging
@@ -24,7 +24,7 @@ from hone.monitors.trackers import Rows, spread_by_reward
 
 
 class StepReport:
-    """`log` is the component's; lines of steps between those of `log_interval` go to its file alone."""
+    """Report steps to a component's log. Lines outside `log_interval` go to its file only."""
 
     def __init__(
         self, log: logging.Logger, max_steps: int, log_interval: int, metrics: Metrics | None = None
@@ -37,41 +37,46 @@ class StepReport:
         )
 
     def console_fields(self, step: int) -> dict[str, Any]:
-        """For `extra` of a line: whether this step's are printed."""
+        """Return the `extra` of a log line, which says if it is printed."""
         is_shown = self.log_interval and (step == self.max_steps or step % self.log_interval == 0)
         return {"console": bool(is_shown)}
 
     def report_rollouts(self, step: int, values: dict[str, float]) -> None:
-        """`values` are those of the rollouts; their throughput, by time/step, is added."""
+        """Log the orchestrator's line, and add perf/throughput from time/step to `values`."""
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
         if not values["batch/effective_batch_size"]:
             self.log.warning("%s", why_no_signal(step, values), extra=self.console_fields(step))
         self.log.log(SUCCESS, orchestrator_line(step, values), extra=self.console_fields(step))
 
     def report_sft_step(self, step: int, values: dict[str, float]) -> None:
-        """A step of supervised fine-tuning, and with it the whole."""
+        """Write the row of an SFT step and log its line."""
         self.write_row(step, values)
         self.log.log(SUCCESS, sft_line(step, values), extra=self.console_fields(step))
 
     def report_training(self, step: int, values: dict[str, float]) -> None:
+        """Log the trainer's line."""
         self.log.log(SUCCESS, trainer_line(step, values), extra=self.console_fields(step))
 
     def report_step(self, step: int, values: dict[str, float]) -> None:
-        """Both sides are known."""
+        """Write the row of a step with the values of both sides, and log the summary line."""
         self.write_row(step, values)
         self.log.info("%s", summary_line(step, values), extra=self.console_fields(step))
 
     def report_evaluation(self, version: int, values: dict[str, float]) -> None:
+        """Log the line of an evaluation."""
         self.log.info("%s", evaluation_line(version, values))
 
     def report_samples(self, step: int, rows: Callable[[], Rows], log_samples: int = 0) -> None:
-        """What was written in a step: for trackers, and of every `log_samples` steps a rollout for the log. `rows` is
-        asked where somebody wants them."""
+        """Send a step's rollouts to trackers, and log one every `log_samples` steps.
+
+        `rows` is called only if they are needed.
+        """
         if log_samples and step % log_samples == 0 and (found := rows()):
             self.log.info("%s", sample_lines(step, spread_by_reward(found, 3)[len(found) > 2]))
         if self.metrics is not None:
             self.metrics.log_rollouts(step, self.max_steps, rows)
 
     def write_row(self, step: int, values: dict[str, float]) -> None:
+        """Write a row of metrics."""
         if self.metrics is not None:
             self.metrics.log_metrics(step, values)

@@ -27,7 +27,9 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
 
 
 def format_mismatch(values: dict[str, float]) -> str:
-    """How far sampler and trainer are from each other; with exact numerics, whether any bit differs."""
+    """Return the mismatch of sampler and trainer; with exact numerics, the number of different
+    bits.
+    """
     if values.get("exact/differs", 1.0) == 0.0:
         return "0 (exact)"
     return f"{values.get('mismatch_kl/mean', 0.0):.2e}"
@@ -46,7 +48,7 @@ def sft_line(step: int, values: dict[str, float]) -> str:
 
 
 def summary_line(step: int, values: dict[str, float]) -> str:
-    """What a step was made of and what came of it, once both sides are known."""
+    """Return the summary of a step, once both sides are known."""
 
     def value_of(*names: str) -> float:
         return sum(values.get(name, 0.0) for name in names)
@@ -81,7 +83,7 @@ def summary_line(step: int, values: dict[str, float]) -> str:
 
 
 def evaluation_line(version: int, values: dict[str, float]) -> str:
-    """Of each environment the mean reward, and how many rollouts failed."""
+    """Return the mean reward and failed rollouts of each environment."""
     parts = []
     for name in (key.removesuffix("/failed") for key in values if key.endswith("/failed")):
         failed = values[f"{name}/failed"]
@@ -94,7 +96,7 @@ def evaluation_line(version: int, values: dict[str, float]) -> str:
 
 
 def why_no_signal(step: int, values: dict[str, float]) -> str:
-    """One sentence on a step without anything to learn from: why, and what usually helps."""
+    """Return one sentence on why a step has nothing to learn from, and what usually helps."""
     if any(name.endswith("/reward_raised") for name in values):
         why, cure = "reward functions raised", "to mend what the warnings name"
     elif values["batch/solve_all"] == 1:
@@ -121,7 +123,7 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
 
 
 def whole_run_line(run: RunDirectory) -> str:
-    """What came of a run of RL, and where to look at it."""
+    """Return the outcome of an RL run, and how to inspect it."""
     rewards = {
         row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row
     }
@@ -136,7 +138,7 @@ def whole_run_line(run: RunDirectory) -> str:
 
 
 def sample_lines(step: int, row: dict[str, Any]) -> str:
-    """A rollout to read, in some lines; `row` as trackers take it."""
+    """Return a rollout as text; `row` as trackers take it."""
     end = f" ({printable(row['error'] or row['stop'])})" if row["error"] or row["stop"] else ""
     return (
         f"=== Step {step} Sample ===\nPrompt: {printable(row['prompt'])}\nCompletion: {printable(row['completion'])}\n"
@@ -145,5 +147,5 @@ def sample_lines(step: int, row: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """What a terminal shows as it is: all else, but for ends of lines, as an escape."""
+    """Escape all control characters except line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)

@@ -1,7 +1,8 @@
-"""Where numbers and samples of a run go beside its own files: Weights & Biases, TensorBoard.
+"""Trackers of metrics and samples: Weights & Biases, TensorBoard.
 
-A tracker takes rows of metrics and, of some steps, rollouts: a table to read and the distributions behind the means.
-What goes wrong in one is said once, and the run goes on without it.
+A tracker takes rows of metrics and, for some steps, rollouts as a table and as distributions. A
+tracker that fails is
+reported once, and the run continues without it.
 """
 
 import importlib.util
@@ -38,7 +39,7 @@ Rows = list[dict[str, Any]]  # of rollouts, with COLUMNS as keys
 
 
 class Tracker(ABC):
-    """`rows`: of rollouts; `sample`: those of them that are shown whole."""
+    """Base class of trackers. `rows`: all rollouts; `sample`: those shown whole."""
 
     interval = 10  # steps between those whose rollouts are taken
     samples = 8
@@ -54,7 +55,7 @@ class Tracker(ABC):
 
 
 class Trackers:
-    """Those that a run has. None of them can end it."""
+    """The trackers of a run. None of them can end it."""
 
     def __init__(self, makers: list[tuple[str, Callable[[], Tracker]]]) -> None:
         self._all: dict[str, Tracker] = {}
@@ -70,7 +71,7 @@ class Trackers:
         self._tell_each(lambda tracker: tracker.log_row(step, values))
 
     def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
-        """`rows` is asked only where a tracker takes rollouts of this step."""
+        """Send rollouts of a step; `rows` is called only if a tracker takes this step."""
         due = [
             one
             for one in self._all.values()
@@ -104,7 +105,7 @@ class Trackers:
 
 
 def spread_by_reward(rows: Rows, count: int) -> Rows:
-    """So many of them, from the lowest reward to the highest."""
+    """Return `count` rows, evenly from the lowest reward to the highest."""
     ordered = sorted(rows, key=lambda row: row["reward"])
     if len(ordered) <= count:
         return ordered
@@ -112,7 +113,7 @@ def spread_by_reward(rows: Rows, count: int) -> Rows:
 
 
 class Wandb(Tracker):
-    """Every metric over its own step: rows may come out of order, as those of an evaluation do."""
+    """Weights & Biases, with each metric over its own step, since evaluation rows may be late."""
 
     def __init__(
         self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool
@@ -158,7 +159,7 @@ class Wandb(Tracker):
 
 
 class TensorBoard(Tracker):
-    """Event files, as `tensorboard --logdir DIR` reads them; written without TensorFlow."""
+    """Event files for `tensorboard --logdir DIR`, written without TensorFlow."""
 
     def __init__(self, directory: Path, config: TensorBoardConfig, run_config: Config) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -234,7 +235,7 @@ class TensorBoard(Tracker):
 
 
 def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | None = None) -> None:
-    """Raises ValueError, naming the extra, for a tracker that is asked for and not installed: before work starts."""
+    """Raise ValueError, naming the extra, for a configured tracker that is not installed."""
     for name, config in (("wandb", wandb), ("tensorboard", tensorboard)):
         if config is not None and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -243,11 +244,11 @@ def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | N
 
 
 def _fence_text(text: str) -> str:
-    """As code: Markdown in what a model wrote stays as it is."""
+    """Return text as a Markdown code block."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
     return f"{fence}\n{text[:LONGEST]}\n{fence}"
 
 
 def _wall_time() -> float:
-    """The clock's time, which stands in event files."""
+    """Return the time for event files."""
     return time.time()  # noqa: TID251

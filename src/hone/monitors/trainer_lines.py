@@ -1,4 +1,4 @@
-"""A step as transformers' Trainer and verifiers' RLTrainer tell it.
+"""Step lines as transformers' Trainer and verifiers' RLTrainer print them.
 
 {'loss': 0.0132, 'learning_rate': 0.005, 'epoch': 0.01}
 Step 1/100: reward=0.75, entropy=0.41, importance_ratio=1.00
@@ -22,7 +22,7 @@ NAMES = {  # theirs, and ours
 
 
 def trainer_names(row: dict[str, Any]) -> dict[str, Any]:
-    """What is told of a step, of a row of metrics.jsonl, by their names."""
+    """Convert a metrics row to transformers' Trainer names."""
     return {theirs: row[ours] for theirs, ours in NAMES.items() if ours in row}
 
 
@@ -38,7 +38,7 @@ def loss_line(row: dict[str, Any]) -> str:
 
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
-    """Of a step without anything to learn from also why that is."""
+    """Return the line of a step, with the reason if it had nothing to learn from."""
     shown, is_idle = trainer_names(row), not row.get("batch/effective_batch_size", 1)
     names = ("reward",) if is_idle else ("reward", "entropy", "importance_ratio")
     line = f"Step {row['step']}/{max_steps}: " + ", ".join(
@@ -48,7 +48,7 @@ def step_line(row: dict[str, Any], max_steps: int) -> str:
 
 
 def sample_block(step: int, rollout: dict[str, Any]) -> str:
-    """`rollout`: a line of rollouts.jsonl. Control characters of what was written are shown as escapes."""
+    """Return a row of rollouts.jsonl as text, with control characters escaped."""
     asked = [message for message in rollout["prompt"] if message["role"] != "system"] or rollout[
         "prompt"
     ]

@@ -1,4 +1,4 @@
-"""Summaries of a step's values under the metric names that users know: NAME/{mean,median,std,min,max}."""
+"""Summaries of a step's values as metrics NAME/{mean,median,std,min,max}."""
 
 import numpy as np
 from numpy.typing import ArrayLike

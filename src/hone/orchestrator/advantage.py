@@ -1,6 +1,6 @@
-"""Advantages: from a group of R rollouts to R numbers, what each is worth to the policy. Pure.
+"""Advantages: map a group's R rewards to R numbers. Pure functions.
 
-The keyword-only parameters of a user's own function are its keys.
+The keyword-only parameters of a user's function are its configuration keys.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,8 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Scored:
-    """The rollouts of a group that count, their rewards as configured, and how many tokens the model wrote in each."""
+    """The rollouts of a group that count, their rewards as configured, and their generated tokens.
+    """
 
     rewards: Array
     lengths: Array
@@ -30,26 +31,30 @@ Advantage = Callable[[Scored], Array]
 
 
 def mean(group: Scored) -> Array:
-    """Reward minus the mean of its group, without division by the deviation (Dr. GRPO, Liu et al. 2025)."""
+    """Return reward minus group mean, without division by the deviation (Dr. GRPO, Liu et al.
+    2025).
+    """
     centred: Array = group.rewards - group.rewards.mean()
     return centred
 
 
 def std(group: Scored) -> Array:
-    """The same over the group's deviation (GRPO, Shao et al. 2024); 0 where all rewards are equal."""
+    """Return (reward - mean) / deviation (GRPO, Shao et al. 2024); 0 if all rewards are equal."""
     deviation = group.rewards.std(ddof=1) if len(group.rewards) > 1 else 0.0
     return mean(group) / (deviation + 1e-4)
 
 
 def rloo(group: Scored) -> Array:
-    """Reward minus the mean of the others (leave one out, Ahmadian et al. 2024)."""
+    """Return reward minus the mean of the others (leave one out, Ahmadian et al. 2024)."""
     R = len(group.rewards)
     return mean(group) * (R / (R - 1) if R > 1 else 1.0)
 
 
 def length_corrected(group: Scored) -> Array:
-    """Reward minus the mean over the group's tokens: the baseline of least variance where every token counts the same
-    (OPO, Hao et al. 2025)."""
+    """Return reward minus the token-weighted mean (OPO, Hao et al. 2025).
+
+    This baseline has the least variance if every token counts the same.
+    """
     advantage: Array = group.rewards - (group.rewards * group.lengths).sum() / max(
         group.lengths.sum(), 1.0
     )
@@ -57,7 +62,10 @@ def length_corrected(group: Scored) -> Array:
 
 
 def max_rl(group: Scored) -> Array:
-    """(reward - mean) / mean: rare successes count for more, [1, 0, 0, 0] -> [3, -1, -1, -1]; 0 where the mean is 0."""
+    """Return (reward - mean) / mean, which favours rare successes: [1, 0, 0, 0] -> [3, -1, -1, -1].
+
+    0 if the mean is 0.
+    """
     whole = group.rewards.mean()
     return mean(group) / whole if whole > 0 else np.zeros_like(group.rewards)
 
@@ -68,7 +76,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def make_advantage(settings: GroupConfig) -> Advantage:
-    """An advantage by its name, or a user's own by import path. Raises ValueError."""
+    """Return an advantage by its name or import path. Raises ValueError."""
     if settings.advantage in NAMES:
         return ADVANTAGES[settings.advantage]
     function = plugins.load_function(settings.advantage, "orchestrator.advantage")
@@ -76,8 +84,10 @@ def make_advantage(settings: GroupConfig) -> Advantage:
 
 
 def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
-    """Rewards less what completions in the last `share` of the longest length have gone into it, 1 at its end (soft
-    overlong punishment, DAPO, Yu et al. 2025)."""
+    """Subtract from rewards a penalty that grows to 1 in the last `share` of the longest length.
+
+    Soft overlong punishment (DAPO, Yu et al. 2025).
+    """
     room = share * longest
     if not room:
         return rewards_R
@@ -86,5 +96,5 @@ def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: f
 
 
 def has_signal(advantages_R: Array) -> bool:
-    """Whether a group has an advantage other than 0; what rounding leaves of equal rewards is none."""
+    """Return True if an advantage differs from 0 by more than rounding."""
     return bool(np.abs(advantages_R).max() > 1e-9)

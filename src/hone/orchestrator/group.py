@@ -1,6 +1,8 @@
-"""A group: the rollouts of one example, what each is worth, and the sequences that are trained on. Pure.
+"""A group: the rollouts of one example, their advantages, and the training sequences. Pure
+functions.
 
-rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
+rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why
+there are none
 """
 
 import base64
@@ -20,7 +22,9 @@ DROPPED = ("no_signal", "too_easy", "too_hard", "truncated")  # why tokens have 
 
 @dataclass
 class Group:
-    """`failures`: of attempts at its rollouts, by cause; `dropped`: tokens without loss, by cause."""
+    """The rollouts of one example. `failures`: attempts by cause; `dropped`: tokens without loss by
+    cause.
+    """
 
     task: Task
     rollouts: list[Rollout]
@@ -37,7 +41,7 @@ class Group:
         return [r.reward for r in self.rollouts if not r.error]
 
     def oldest_version(self, default: int) -> int:
-        """Version of its oldest token; `default` where it has no tokens."""
+        """Return the version of its oldest token, or `default` without tokens."""
         found = (t.completion.versions for r in self.rollouts for t in r.turns)
         return min(map(min, filter(None, found)), default=default)
 
@@ -45,7 +49,7 @@ class Group:
 def judge_group(
     group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig
 ) -> None:
-    """Gives a group its advantages and samples, or says why there is nothing to train on. Raises ValueError."""
+    """Compute advantages and samples of a group, or why it has none. Raises ValueError."""
     rollouts = group.rollouts
     for rollout in rollouts:
         if rollout.is_truncated and not rollout.error:
@@ -95,7 +99,8 @@ def judge_group(
 def _join_routing(
     known: NDArray[np.int16] | None, completion: Completion, count: int
 ) -> NDArray[np.int16]:
-    """Of the tokens so far as they were sampled, of the others from this turn's completion."""
+    """Return known experts for earlier tokens, and those of this turn's completion for the others.
+    """
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
 
@@ -113,15 +118,18 @@ def _find_unused_reason(
 
 
 def tokens_of(rollout: Rollout) -> int:
-    """How many the model wrote."""
+    """Return the number of generated tokens."""
     return sum(len(turn.completion.ids) for turn in rollout.turns)
 
 
 def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str) -> list[Sample]:
-    """A rollout as training sequences: the ids that were sampled, never tokenised again.
+    """Return a rollout as training sequences of the sampled token ids; text is never tokenized
+    again.
 
-    A turn whose prompt starts with the tokens so far is appended to their sequence; the prompt tokens in between have
-    no loss. Otherwise (a template that leaves out earlier thinking) the turn begins a sequence of its own.
+    A turn whose prompt continues the tokens so far is appended to their sequence; the prompt tokens
+    in
+    between have no loss. Otherwise (a template that drops earlier thinking) it begins a new
+    sequence.
     """
     sequences: list[_Sequence] = []
     for turn in rollout.turns:
@@ -154,7 +162,7 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
 
 @dataclass
 class _Sequence:
-    """A sample that turns are still added to."""
+    """A sample under construction."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)

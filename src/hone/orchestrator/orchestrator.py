@@ -1,11 +1,13 @@
-"""The orchestrator: prompts out, groups of scored rollouts in, one batch a step.
+"""The orchestrator: prompts out, groups of scored rollouts in, one batch per step.
 
-    schedule ─► groups of rollouts under way ─ env.rollout(client) ─► rewards ─► advantages ─► samples ─► ready ─► Batch
-       ▲                 └ too old: begun again                       └ a teacher's logprobs ─┘  └─► rollouts/step_N/
+    schedule ─► groups in flight ─ env.rollout(client) ─► rewards ─► advantages ─► samples ─► ready ─► Batch
+       ▲                 └ too old: restarted               └ a teacher's logprobs ─┘  └─► rollouts/step_N/
 
-Groups are under way across steps. One is begun when the step that it will be for, by its place in the line, allows the
-version that is served: staleness is bounded before anything is sampled. With max_async_level 0 the groups of a step,
-and so its batch, follow from (seed, step) and the weights alone.
+Groups are in flight across steps. A group starts when the step that it is for allows the served
+version, so staleness
+is bounded before anything is sampled. With max_async_level 0 the groups of a step, and so its
+batch, follow from
+(seed, step) and the weights alone.
 """
 
 import asyncio
@@ -40,8 +42,10 @@ REFILLS = 4  # batches of groups without signal that a step replaces, before it 
 
 @dataclass
 class Collected:
-    """What a step gathered: the batch for the trainer, the groups behind it, and what a run that goes on after it needs
-    to know. `measure` makes the numbers about it, which can wait until the trainer has the batch."""
+    """A step's batch, its groups, and the progress that a resumed run needs.
+
+    `measure` computes the metrics, which can wait until the trainer has the batch.
+    """
 
     batch: Batch
     groups: list[Group]
@@ -57,7 +61,7 @@ class _UnderWay:
 
 
 class Orchestrator:
-    """`on_adopted` says which version of the weights is served from now on; `collect_step` gathers one step after the other."""
+    """Collect batches step by step. `on_adopted` sets the served version."""
 
     def __init__(
         self,
@@ -69,7 +73,10 @@ class Orchestrator:
         teacher: Teacher | None = None,
         count_tokens: Callable[[Prompt], int] | None = None,
     ) -> None:
-        """`count_tokens`: of a prompt; needed where the configuration limits them."""
+        """Set up without starting anything.
+
+        `count_tokens` counts a prompt's tokens; it is needed if the configuration limits them.
+        """
         self.config, self.environments, self.client, self.seed = config, environments, client, seed
         self.max_async_level, self.teacher = max_async_level, teacher
         self.examples = {name: env.get_dataset() for name, env in environments.items()}
@@ -126,8 +133,10 @@ class Orchestrator:
     def go_on(
         self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None
     ) -> None:
-        """Continues at step `first`, with the `progress` that the step before saved, if any. `rollouts`: the directory
-        that has the rollouts of earlier steps, for replay."""
+        """Continue at step `first`, with the `progress` saved by the step before, if any.
+
+        `rollouts`: the directory with the rollouts of earlier steps, for replay.
+        """
         before = (progress or {}).get("of", self._kind)
         for key, now in self._kind.items():
             if before.get(key) != now:
@@ -164,8 +173,10 @@ class Orchestrator:
     async def collect_step(
         self, step: int, last_step: float = math.inf, since: float | None = None
     ) -> Collected:
-        """The rollouts of a step, which have been sampled since that moment (of `time.perf_counter`), or from now on.
-        Raises ValueError when every one of them failed."""
+        """Collect the rollouts of a step, sampled since `since` (`time.perf_counter`) or now.
+
+        Raises ValueError if all of them failed.
+        """
         start = time.perf_counter() if since is None else since
         self.step, self.last_step = step, last_step
         self._drop_stale()
@@ -215,7 +226,7 @@ class Orchestrator:
         )
 
     def progress_state(self) -> dict[str, Any]:
-        """What a run that goes on after the step before needs to know."""
+        """Return what a run that resumes after the last step needs."""
         begun = [
             *(group.task for group in self.ready.values()),
             *(one.task for one in self.under_way.values()),
@@ -228,7 +239,7 @@ class Orchestrator:
         }
 
     async def give_up(self) -> None:
-        """Ends what is under way."""
+        """Cancel the groups in flight."""
         works = [group.work for group in self.under_way.values()]
         self.under_way = {}
         for work in works:
@@ -236,7 +247,7 @@ class Orchestrator:
         await asyncio.gather(*works, return_exceptions=True)
 
     async def close(self) -> None:
-        """Ends what is under way, environments and the teacher."""
+        """Cancel the groups in flight; close environments and the teacher."""
         await self.give_up()
         for environment in self.environments.values():
             await environment.close()
@@ -244,11 +255,14 @@ class Orchestrator:
             await self.teacher.close()
 
     def _start_groups(self) -> None:
-        """Starts groups until there are enough, under way or ready, for all steps that may train on samples of the
-        served version, plus those of oversampling. With this bound no group waits long enough to get very stale.
+        """Start groups for all steps that may train on samples of the served version.
 
-        Under way are as many as for one step at first, and for one step more with each version that training gives:
-        steps that are begun together end together, later than one by itself, and training waits before and after."""
+        Oversampled ones are included. This bound keeps groups from waiting until they are stale. In
+        flight are at
+        first the groups of one step, and one step more with each version: steps that start together
+        end
+        together, later than one alone, and training waits before and after.
+        """
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
         spare = math.ceil((self.config.oversampling_factor - 1) * in_a_step)
@@ -288,7 +302,7 @@ class Orchestrator:
         self._start_groups()
 
     def _drop_stale(self) -> None:
-        """Groups too old for the step, under way or ready, are begun again."""
+        """Restart groups that are too old for the step."""
         oldest = self.step - 1 - self.config.max_off_policy_steps
         old = [begun.task for begun in self.under_way.values() if begun.version < oldest]
         for task in old:
@@ -316,7 +330,8 @@ class Orchestrator:
         return group
 
     async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
-        """One rollout, retried when it fails. After the last retry its `error` has the cause, and the step omits it."""
+        """Run one rollout with retries; the last failure's cause is its `error`, and it is omitted.
+        """
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
         sampling = settings.sampling.to_sampling(seed)
         client: TokenClient = self.client
@@ -335,7 +350,7 @@ class Orchestrator:
 
 
 def first_prompt(environment: Environment, example: Example) -> Prompt:
-    """Return what the model is asked first in a rollout, as far as that is known before it."""
+    """Return the first prompt of a rollout, as far as it is known beforehand."""
     tools, arguments = environment.first_tools(example), dict(environment.template_arguments)
     return Prompt(example.prompt, tools, template_arguments=arguments)
 
@@ -347,7 +362,9 @@ def short_enough(
     most: int,
     count_tokens: Callable[[Prompt], int],
 ) -> list[Example]:
-    """Return the examples whose first prompt has at most so many tokens. Raises ValueError where none has."""
+    """Return the examples whose first prompt has at most `most` tokens. Raises ValueError if none
+    has.
+    """
     kept = [
         example for example in examples if count_tokens(first_prompt(environment, example)) <= most
     ]

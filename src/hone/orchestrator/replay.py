@@ -1,4 +1,4 @@
-"""Groups of earlier steps that stand in for those from which nothing can be learnt."""
+"""Replay: groups of earlier steps that replace groups without signal."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ class _Kept:
 
 class Replay:
     def __init__(self, times: int) -> None:
-        """`times`: how often a group may come again."""
+        """Set up an empty buffer. `times`: how often a group may be reused."""
         self.times = times
         self._kept: list[_Kept] = []
 
@@ -23,11 +23,11 @@ class Replay:
         self._kept.append(_Kept(step, group, uses))
 
     def add_groups(self, step: int, groups: list[Group]) -> None:
-        """The useful groups of a step."""
+        """Add the useful groups of a step."""
         self._kept += [_Kept(step, group) for group in groups] if self.times else []
 
     def take_groups(self, count: int, oldest: int) -> list[Group]:
-        """Up to so many groups, the newest first, whose tokens are of version `oldest` or later."""
+        """Return up to `count` groups, newest first, with tokens of version `oldest` or later."""
         self._kept = [
             one for one in self._kept if one.uses < self.times and one.group.version >= oldest
         ]
@@ -37,6 +37,6 @@ class Replay:
         return [one.group for one in taken]
 
     def progress_state(self) -> dict[str, Any]:
-        """Steps, numbers and uses of what is kept."""
+        """Return steps, numbers and uses of the kept groups."""
         kept = [[one.step, one.group.task.number, one.uses] for one in self._kept]
         return {"replay": kept} if kept else {}

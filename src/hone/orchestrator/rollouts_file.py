@@ -1,5 +1,6 @@
-"""rollouts/step_N/rollouts.jsonl: one JSON object a rollout: what was asked and written, why it was rewarded, and the
-tokens behind it."""
+"""rollouts/step_N/rollouts.jsonl: one JSON object per rollout: prompt, completion, rewards and
+tokens.
+"""
 
 import json
 from collections.abc import Callable
@@ -20,7 +21,7 @@ FILE = "rollouts.jsonl"
 def write_rollouts(
     groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None
 ) -> None:
-    """The directory appears whole, with what `write_more` puts into it."""
+    """Write a step's directory, which appears whole with what `write_more` adds."""
     with appearing_directory(directory) as partial:
         with (partial / FILE).open("wb") as file:
             for group in groups:
@@ -43,7 +44,7 @@ def _build_row(group: Group, i: int) -> dict[str, object]:
 
 
 def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
-    """The rollouts as trackers take them (`monitors/trackers.py`): what people read, and numbers for histograms."""
+    """Return rollouts as trackers take them (`monitors/trackers.py`)."""
     return [
         {
             "step": step,
@@ -63,7 +64,7 @@ def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
 
 
 def join_texts(messages: list[Message]) -> str:
-    """The texts of messages, with the tools that they call."""
+    """Return the texts of messages, with their tool calls."""
     calls = [
         json.dumps([call.get("function") for call in m["tool_calls"]])
         if m.get("tool_calls")
@@ -76,7 +77,7 @@ def join_texts(messages: list[Message]) -> str:
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:
-    """What a group that was written there is trained on, at its environment's temperature; None where it is not."""
+    """Return what a written group is trained on, at its environment's temperature, or None."""
     lines = (directory / FILE).read_text().split("\n") if (directory / FILE).exists() else []
     rows = [
         row

@@ -1,10 +1,11 @@
-"""The orchestrator as a process: versions of the weights in, batches for the trainer out.
+"""The orchestrator as a process: policy versions in, batches for the trainer out.
 
-    broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─► groups under way go on with it
-    rollouts/step_N   ◄─ collect step N, of groups begun with a version V >= N - 1 - max_async_level
+    broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─► groups in flight continue with it
+    rollouts/step_N   ◄─ collect step N, of groups started with a version V >= N - 1 - max_async_level
 
-It joins the run whose trainer lives in the output directory: what an earlier run left there is not taken for it. A row
-of metrics.jsonl is written when the trainer's numbers of that step have come with its weights.
+It joins the run of the trainer that is alive in the output directory and ignores files of earlier
+runs. A row of
+metrics.jsonl is written when the trainer's metrics of that step have come with its weights.
 """
 
 import asyncio
@@ -185,7 +186,7 @@ async def run_steps(
 
 
 def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
-    """Counts the tokens of prompts of a model, whose tokenizer is loaded."""
+    """Return a function that counts the tokens of prompts, with the model's tokenizer."""
     from hone.models.hf import resolve_model
     from hone.text.tokenizer import Tokenizer
 
@@ -194,7 +195,7 @@ def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
 
 
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
-    """What the step before the first one left behind: beside its rollouts, or in its checkpoint."""
+    """Return the progress of the step before the first, from its rollouts or its checkpoint."""
     name = f"step_{first - 1}"
     return read_progress(run.rollouts / name) or read_progress(
         run.checkpoints / name / "orchestrator"
@@ -214,7 +215,7 @@ async def wait_for_servers(
 
 
 def publish_step(collected: Collected, values: dict[str, float], run: RunDirectory) -> None:
-    """Publishes the rollouts and the batch of a step, and what a resumed run needs, in one directory, atomically."""
+    """Publish a step's rollouts, batch and progress in one directory, atomically."""
 
     def write_more(directory: Path) -> None:
         write_progress(collected.progress | {"metrics": values}, directory)
@@ -224,7 +225,7 @@ def publish_step(collected: Collected, values: dict[str, float], run: RunDirecto
 
 
 class MetricsRows:
-    """Rows of metrics.jsonl: what sampling a step gave, joined by what training on it gave."""
+    """Rows of metrics.jsonl: the sampling metrics of a step joined with its training metrics."""
 
     def __init__(self, report: StepReport, run: RunDirectory) -> None:
         self.report, self.run = report, run

@@ -1,9 +1,10 @@
-"""Which group comes next. Pure: everything follows from the seed, from which groups are done and from their rewards.
+"""Schedule of groups. Pure: it follows from the seed, the groups that are done, and their rewards.
 
-    environments, by their ratios ─► its examples, in a new order every epoch ─► easy and hard ones now and then ─► Task
+    environments, by ratio ─► examples, in a new order every epoch ─► a fraction of easy and hard ones ─► Task
 
-Tasks are numbered from 0 on; a number says the seeds of its rollouts. A group that was begun and not trained on comes
-again, under its number.
+Tasks are numbered from 0; the number determines the seeds of the rollouts. A group that was started
+and not trained on
+comes again under its number.
 """
 
 import heapq
@@ -26,7 +27,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Stream:
-    """Examples that are gone through together."""
+    """Examples that are iterated together."""
 
     examples: list[tuple[str, int]]
     ratio: Ratio
@@ -46,7 +47,10 @@ class Schedule:
         buffer: BufferConfig | None = None,
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """`sizes`: examples of each environment; `progress`: what `progress` gave, where the run goes on."""
+        """Set up a schedule.
+
+        `sizes`: examples per environment; `progress`: what `progress_state` returned, to resume.
+        """
         self.seed, self.groups_in_a_step, self.buffer = (
             seed,
             groups_in_a_step,
@@ -75,24 +79,24 @@ class Schedule:
                 self.means[env] = {int(example): mean for example, mean in means.items()}
 
     def next_task(self) -> Task:
-        """The next group to begin."""
+        """Return the next group to start."""
         if self.again:
             return heapq.heappop(self.again)
         self.next += 1
         return Task(self.next - 1, *self._choose_example(self._choose_stream()))
 
     def give_back(self, task: Task) -> None:
-        """A group that is not trained on after all: it comes before new ones."""
+        """Return a group that was not trained on; it comes before new ones."""
         heapq.heappush(self.again, task)
 
     def record_score(self, task: Task, mean: float) -> None:
-        """The mean reward of a group, which says how hard its example is."""
+        """Record a group's mean reward, which rates the difficulty of its example."""
         if self.buffer.easy_threshold is not None or self.buffer.hard_threshold is not None:
             means, share = self.means[task.env], self.buffer.newest_share
             means[task.example] = share * mean + (1 - share) * means.get(task.example, mean)
 
     def pool_of(self, env: str, example: int) -> str:
-        """easy, normal or hard."""
+        """Return "easy", "normal" or "hard"."""
         mean, buffer = self.means[env].get(example), self.buffer
         if mean is None:
             return "normal"
@@ -105,7 +109,7 @@ class Schedule:
         )
 
     def pool_shares(self) -> dict[str, float]:
-        """The share of each pool in the examples that are known; empty where none is."""
+        """Return the share of each pool among rated examples; empty if there are none."""
         count = Counter(
             self.pool_of(env, example) for env, means in self.means.items() for example in means
         )
@@ -117,14 +121,14 @@ class Schedule:
 
     @property
     def epoch(self) -> float:
-        """How often the data was gone through."""
+        """Return how often the data was iterated."""
         passed = sum(
             stream.epoch * len(stream.examples) + stream.position for stream in self.streams
         )
         return passed / sum(len(stream.examples) for stream in self.streams)
 
     def progress_state(self, begun: list[Task]) -> dict[str, Any]:
-        """What a run needs to go on: `begun` are the groups that are under way or wait to be trained on."""
+        """Return what a resumed run needs; `begun`: groups in flight or not trained on yet."""
         return {
             "next": self.next,
             "untrained": sorted([*begun, *self.again]),
@@ -133,7 +137,7 @@ class Schedule:
         }
 
     def _choose_stream(self) -> Stream:
-        """The one that is furthest behind its ratio."""
+        """Return the stream that is furthest behind its ratio."""
         step = (self.next - 1) // self.groups_in_a_step + 1
         ratios = [interpolate_at(step, stream.ratio) for stream in self.streams]
         if not any(ratios):
@@ -145,8 +149,11 @@ class Schedule:
         return chosen
 
     def _choose_example(self, stream: Stream) -> tuple[str, int]:
-        """The next example of a stream. Easy and hard ones are skipped at random, all but the configured fractions, and
-        at most one epoch's worth in a row."""
+        """Return the next example of a stream.
+
+        Easy and hard ones are skipped at random except for the configured fractions, at most an
+        epoch in a row.
+        """
         for _ in range(len(stream.examples)):
             found = self._advance_stream(stream)
             pool = self.pool_of(*found)
@@ -172,7 +179,7 @@ class Schedule:
 
 
 def interpolate_at(step: int, points: Ratio) -> float:
-    """The value at `step` of the piecewise linear function through `points`, constant before and after them."""
+    """Return the piecewise linear function through `points` at `step`, constant outside."""
     if step <= points[0][0]:
         return points[0][1]
     for (one, low), (two, high) in itertools.pairwise(points):

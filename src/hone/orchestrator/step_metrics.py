@@ -1,4 +1,4 @@
-"""The numbers of a step's groups. Pure."""
+"""Metrics of a step's groups. Pure functions."""
 
 from collections import Counter
 
@@ -18,7 +18,11 @@ def metrics_of(
     step: int,
     environments: list[str],
 ) -> dict[str, float]:
-    """`taken`: groups of the step; `replaced`: those sampled for it and not used; `again`: those of earlier steps."""
+    """Return the metrics of a step.
+
+    `taken`: its groups; `replaced`: those sampled for it and not used; `again`: reused from earlier
+    steps.
+    """
     groups = [*taken, *replaced]
     rollouts = [r for g in groups for r in g.rollouts if not r.error]
     used = [g for g in groups if not g.unused] + again

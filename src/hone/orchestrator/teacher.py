@@ -1,6 +1,6 @@
-"""A teacher: a model on servers of its own, that writes completions or judges the tokens of the policy's.
+"""A teacher: a model on separate servers that writes completions or scores the policy's tokens.
 
-writing: env.rollout(teacher) ─► completions to learn as they stand (loss sft)
+writing: env.rollout(teacher) ─► completions to imitate (loss sft)
 score:   samples ─ POST /score ─► logprobs of their tokens under the teacher (loss opd)
 """
 
@@ -25,16 +25,16 @@ class Teacher:
         self._turns = itertools.cycle(self.clients)
 
     async def check_servers(self) -> None:
-        """Raises ConnectionError or ValueError, in words, unless every server of it answers and has the model."""
+        """Raise ConnectionError or ValueError unless every server answers and has the model."""
         for client in self.clients:
             await client.wait_until_serving()
 
     def writer_of_version(self, version: int) -> "Writer":
-        """The teacher as an environment sees a model; what it writes counts as of this version."""
+        """Return the teacher as a client; its tokens count as of this version."""
         return Writer(self.fleet, version)
 
     async def score_samples(self, samples: list[Sample]) -> None:
-        """Gives the samples of a group the teacher's logprobs of their tokens, at the temperature of their draws."""
+        """Add the teacher's logprobs to a group's samples, at the temperature of their draws."""
         body = {
             "ids": [sample.ids.tolist() for sample in samples],
             "temperature": samples[0].temperature,
@@ -44,7 +44,7 @@ class Teacher:
             sample.teacher_logprobs = np.array([0.0, *logprobs])
 
     async def _call_control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Of the next server that answers. Raises ConnectionError, in words, where none does or one refuses."""
+        """Call the next server that answers. Raises ConnectionError."""
         for client in itertools.islice(self._turns, len(self.clients)):
             try:
                 answer: dict[str, Any] = await client.call_control(route, body)
@@ -70,5 +70,5 @@ class Writer:
 
 
 async def _as_it_is(client: HttpClient) -> int:
-    """A server of the teacher that was started again has its weights."""
+    """Accept a restarted server of the teacher, whose weights do not change."""
     return 0

@@ -1,11 +1,12 @@
-"""Versions of the weights: taken when the trainer publishes them, given to every server, proven by each.
+"""Weight updates: load each published version into every server and verify it.
 
-broadcasts/step_V ─ look ─► update every server ─► checksum is the trainer's? ─► rollouts are asked of it
-                                                        └─► canary is the trainer's? ─► batches go out; evaluate
-                             no: the run ends, with the names of the weights that differ
+broadcasts/step_V ─ detect ─► update every server ─► checksum is the trainer's? ─► rollouts use it
+                                                        └─► canary is the trainer's? ─► batches are published; evaluate
+                             no: the run ends, naming the weights that differ
 
-The canary is asked for beside the first requests of a version, and no batch leaves before it is known. A server that
-cannot tell a checksum (vLLM) is asked for it first.
+The canary runs beside the first requests of a version, and no batch is published before its result.
+A server without a
+checksum (vLLM) is asked for it first.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ class RowSink(Protocol):
 
 @dataclass(frozen=True)
 class Taken:
-    """A version that a server has taken: what it said of itself, and by how much its canary differs, if it is known."""
+    """A version that a server loaded, its reported state, and its canary difference, if known."""
 
     client: HttpClient
     state: dict[str, Any]
@@ -50,7 +51,7 @@ class Taken:
 
 
 class Weights:
-    """The versions that the trainer publishes, and the newest that every server has taken and proven."""
+    """Published versions, and the newest that every server has loaded and verified."""
 
     def __init__(
         self,
@@ -81,8 +82,10 @@ class Weights:
         self.proven = asyncio.Event()  # that every server has it
 
     async def join_trainer(self) -> int | None:
-        """The version that the run of the living trainer starts from; every server has it then. None where no trainer
-        comes, since the run is over."""
+        """Load the starting version of the live trainer's run into every server and return it.
+
+        Returns None if no trainer comes because the run is over.
+        """
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
         wait = Wait(
             f"the trainer of a run in {self.run.path}", self.config.weights_timeout, self.log, hint
@@ -115,7 +118,7 @@ class Weights:
         adopted: Callable[[int], None],
         evaluate: Callable[[int], Awaitable[None]],
     ) -> None:
-        """Gives the servers each version when it comes. Ends only by raising."""
+        """Load each version when it is published. Ends only by raising."""
         while True:
             newest = self.find_delivery(rows)
             if newest is not None:
@@ -143,7 +146,7 @@ class Weights:
             await asyncio.sleep(POLL)
 
     async def at_least(self, version: int) -> None:
-        """Waits until the servers have that version."""
+        """Wait until the servers have that version."""
         what = f"version {version} of the weights in {self.run.broadcasts}"
         wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
         while self.version < version:
@@ -156,7 +159,7 @@ class Weights:
             await asyncio.sleep(POLL)
 
     def find_delivery(self, rows: RowSink) -> Delivery | None:
-        """Takes note of what has been published since; returns the newest, or the first that is to be evaluated."""
+        """Return the newest published version, or the first that is to be evaluated, or None."""
         newest = None
         for version in self.published.list_numbers():
             if version > self.seen:
@@ -170,7 +173,7 @@ class Weights:
         return newest
 
     async def _adopt_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Gives every server the version. A lost one gets it once it is back."""
+        """Load a version into every server. A lost one gets it when it is back."""
         start = time.perf_counter()
         self.current, self.taken = delivery, {}
 
@@ -210,7 +213,7 @@ class Weights:
         }
 
     async def _prove_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Has the servers that took it compute the canary, if they have not yet."""
+        """Compare the canary of servers that loaded it, if not done yet."""
 
         async def prove_server(server: Server, taken: Taken) -> float:
             if taken.difference is not None:
@@ -229,7 +232,7 @@ class Weights:
         return {"weights/canary_difference": max(differences, default=0.0)}
 
     async def revive_server(self, client: HttpClient) -> int:
-        """Gives a server that was lost what is current."""
+        """Load the current version into a server that was lost."""
         while True:
             delivery = self.current
             assert delivery is not None
@@ -244,7 +247,7 @@ class Weights:
                 return delivery.version
 
     async def _update_server(self, client: HttpClient, delivery: Delivery) -> Taken:
-        """Has a server take a version and prove it by the checksum; where it has none, by the canary."""
+        """Load a version into a server and verify its checksum, or the canary if it has none."""
         version = delivery.version
         body = {
             "weight_dir": str(self.published.path_of(version)),
@@ -274,7 +277,7 @@ class Weights:
         return taken
 
     async def _measure_canary(self, taken: Taken, delivery: Delivery) -> float:
-        """Has a server compute the canary: the largest difference of its logprobs."""
+        """Return the largest difference of a server's canary logprobs."""
         client, state, version = taken.client, taken.state, delivery.version
         try:
             scored = (await client.call_control("score", {"ids": delivery.canary.ids}))["logprobs"]
@@ -313,7 +316,7 @@ class Weights:
 
 
 def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
-    """Names of the weights that are not the trainer's, in the model's order."""
+    """Return names of the weights that differ from the trainer's, in the model's order."""
     if state["checksum"] is None:
         return "which weights differ is not known there"
     if state["dtype"] != delivery.dtype:

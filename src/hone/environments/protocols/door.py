@@ -1,6 +1,8 @@
-"""An OpenAI endpoint on this machine alone, for environments in other processes: every rollout has its own address.
+"""OpenAI endpoint on loopback for environments in other processes; each rollout has its own
+address.
 
-POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is kept
+POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is
+recorded
 """
 
 import asyncio
@@ -41,7 +43,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class Visit:
-    """One rollout's way in, and what was said there. `full`: a conversation left no room for an answer."""
+    """Access of one rollout, and its turns. `full`: a conversation left no room for an answer."""
 
     url: str
     client: ModelClient
@@ -58,7 +60,7 @@ class _Server(uvicorn.Server):
 
 
 class Door:
-    """Listens on 127.0.0.1 from the first visit on."""
+    """A server on 127.0.0.1, started with its first visit."""
 
     def __init__(self) -> None:
         self.secret, self.numbers = secrets.token_urlsafe(16), itertools.count()
@@ -180,7 +182,7 @@ def _encode_completion(turn: Turn) -> dict[str, Any]:
 
 
 def _stream_answer(answer: dict[str, Any]) -> Response:
-    """The whole answer in one piece, for clients that ask for a stream."""
+    """Yield the whole answer as one event, for clients that request a stream."""
     choice = answer["choices"][0]
     calls = [
         {"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])

@@ -1,4 +1,5 @@
-"""Environments written for Hone, in this process: `load_environment` returns a `hone.environments.Environment`."""
+"""Load environments written for Hone: `load_environment` returns a `hone.environments.Environment`.
+"""
 
 import importlib
 import inspect
@@ -10,8 +11,12 @@ from hone.users_code import CONTAINED
 
 
 def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
-    """Raises ValueError, in words, for a module that cannot be imported, arguments that its `load_environment` does not
-    take, what it returns where that is no environment, and reward functions that ask for what they will not get."""
+    """Import a module and call its `load_environment`.
+
+    Raises ValueError for a module that cannot be imported, arguments that it does not accept, a
+    result
+    that is no environment, and reward functions with unavailable arguments.
+    """
     try:
         with CONTAINED:
             module = importlib.import_module(module_name)

@@ -1,9 +1,10 @@
-"""Environments of the verifiers library, as they are: each whole in a process of its own, with the library's Python.
+"""Environments of the verifiers library, each in a process of its own with the library's Python.
 
     rollout ── {"begin", row, url} ──► verifiers_worker.py ── POST url/chat/completions ──► Door ─► client.chat
-            ◄─ {"done", messages, reward, metrics} ──┘                                       └ keeps the turns
+            ◄─ {"done", messages, reward, metrics} ──┘                                       └ records the turns
 
-What was sampled never goes through the library: the door keeps the turns of a rollout, with their tokens.
+Sampled tokens never pass through the library: the endpoint records the turns of a rollout with
+their tokens.
 """
 
 import importlib.util
@@ -28,13 +29,13 @@ START = 300.0  # seconds that importing the library and loading the data may tak
 
 
 def isolated_place(name: str) -> Path:
-    """Where an environment's own virtual environment is, if it has one."""
+    """Return the directory of an environment's own virtual environment, if it has one."""
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     return data / "hone" / "environments" / name
 
 
 def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
-    """The Python that runs an environment as one of verifiers; None where it is none of these."""
+    """Return the Python that runs an environment of verifiers, or None if it is not one."""
     if venv is not None:
         python = Path(venv) / "bin" / "python"
         if not python.exists():
@@ -49,7 +50,7 @@ def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
 
 
 def _imports_verifiers(module_name: str) -> bool:
-    """Whether the module, which is not imported for it, is written for the library."""
+    """Return True if the module's source uses the library; the module is not imported."""
     spec = importlib.util.find_spec(module_name)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return False
@@ -64,7 +65,9 @@ def _imports_verifiers(module_name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """The library's rows beside ours, since an environment may read what we do not know."""
+    """Pairs of the library's rows and Hone's examples; the environment may read fields that Hone
+    does not know.
+    """
 
     examples: list[Example] = field(default_factory=list)
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -75,7 +78,10 @@ class _Rows:
 
 
 class Foreign(Environment):
-    """`workers` processes; `env_id` and `arguments` are those of the library's load_environment."""
+    """An environment of verifiers in `workers` processes.
+
+    `env_id` and `arguments` are passed to the library's load_environment.
+    """
 
     def __init__(
         self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1
@@ -127,7 +133,7 @@ class Foreign(Environment):
         return self._has_groups
 
     def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> None:
-        """The library does not say."""
+        """Return None: the library has no demonstrations."""
         return None
 
     def check(self) -> None:
@@ -139,7 +145,7 @@ class Foreign(Environment):
         )
 
     def on_reward_error(self, what: str) -> None:
-        """The library counts 0 for a function that raises; it does not say so, so "fail" is not to be had."""
+        """Refuse "fail": the library counts 0 for a function that raises and does not report it."""
         if what == "fail":
             raise ValueError(
                 f'{self.name}: env.on_reward_error = "fail" is for environments of Hone; verifiers counts 0'
@@ -174,13 +180,13 @@ class Foreign(Environment):
         return rollout
 
     def _choose_worker(self, example: Example) -> WorkerProcess:
-        """The least busy one; the rollouts of a group that is scored together are at one."""
+        """Return the least busy worker; rollouts of a group that is scored together share one."""
         if self._has_groups:
             return self.workers[example.id % len(self.workers)]
         return min(self.workers, key=lambda one: one.pending_count)
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """All rewards come from the library's own scoring of the group."""
+        """Score a group with the library's own group scoring."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if not scored:
             return

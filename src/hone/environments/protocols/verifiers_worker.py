@@ -1,9 +1,10 @@
-"""The worker of environments for verifiers' v0 API: run by the Python that has them, which need not have Hone.
+"""Worker for environments of verifiers' v0 API, run by the library's Python, which need not have
+Hone.
 
-    verifiers_worker.py NAME ARGUMENTS examples      writes the examples and ends
-    verifiers_worker.py NAME ARGUMENTS               lines of JSON, as `hone/environments/isolated.py` speaks them
+    verifiers_worker.py NAME ARGUMENTS examples      writes the examples and exits
+    verifiers_worker.py NAME ARGUMENTS               lines of JSON, the protocol of `hone/environments/isolated.py`
 
-A rollout's model is an OpenAI endpoint of its own, whose address comes with it.
+Each rollout receives the address of its own OpenAI endpoint.
 """
 
 import asyncio
@@ -47,12 +48,12 @@ def load_environment(name, arguments):
 
 
 def has_groups(environment, found):
-    """Whether it has reward functions that compare the rollouts of an example."""
+    """Return True if reward functions compare the rollouts of an example."""
     return found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True
 
 
 def to_plain(value):
-    """For JSON: messages may be objects of pydantic, data sets have numbers of numpy."""
+    """Convert pydantic objects and numpy numbers to JSON values."""
     if hasattr(value, "model_dump"):
         return to_plain(value.model_dump(exclude_none=True))
     if isinstance(value, dict):
@@ -164,7 +165,7 @@ class VerifiersWorker:
         }
 
     async def roll_out_unscored(self, given, client, model, sampling):
-        """A rollout that is scored with its group: what is known of it, and the number of its state."""
+        """Run a rollout that is scored with its group; return it and the number of its state."""
         from verifiers.clients import resolve_client
 
         state = await self.environment.rollout(given, resolve_client(client), model, sampling)

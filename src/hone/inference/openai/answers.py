@@ -1,9 +1,9 @@
-"""The OpenAI protocol as far as the engine serves it: what is answered, whole or in pieces.
+"""Answers of the OpenAI API, whole or as chunks.
 
     completions ─► ChatAnswer | TextAnswer ─► body()            one JSON object
     pieces      ─►                          ─► first, piece, last, usage: chunks of a stream
 
-Whole or in pieces, the same tokens give the same text, logprobs and tool calls.
+The same tokens give the same text, logprobs and tool calls in both forms.
 """
 
 import codecs
@@ -38,7 +38,9 @@ NUMBERS = itertools.count()
 
 
 class Answer:
-    """What chats and texts have in common; `prompts`: the token ids of each prompt, which has `n` completions."""
+    """Base of chat and text answers. `prompts` holds the token ids of each prompt, with `n`
+    completions each.
+    """
 
     kind, chunk_kind, prefix = "", "", ""
 
@@ -55,7 +57,7 @@ class Answer:
         }
 
     def encode_json(self, value: dict[str, Any]) -> str:
-        """As JSON."""
+        """Encode a value as JSON."""
         text = _dump_json(value)
         while self._written:
             place, written = self._written.popitem()
@@ -63,7 +65,7 @@ class Answer:
         return text
 
     def embed_json(self, text: str) -> str:
-        """Stands for JSON that is written already."""
+        """Return a placeholder for text that is JSON already."""
         place = f"{PLACE}{len(self._written)}"
         self._written[place] = text
         return place
@@ -72,7 +74,7 @@ class Answer:
         return self.prompts[index // (self.request.n or 1)]
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer."""
+        """Build the whole answer."""
         choices = [
             {"index": i, **self.build_choice(i, one), **self.build_token_fields(one)}
             for i, one in enumerate(completions)
@@ -97,11 +99,11 @@ class Answer:
         raise NotImplementedError
 
     def context_tokens(self, index: int) -> list[int]:
-        """Return the tokens that the text of a completion goes on from; none where it stands by itself."""
+        """Return the tokens that a completion's text continues from; empty if it stands alone."""
         return []
 
     def completion_text(self, completion: Completion, index: int = 0) -> str:
-        """Return the text of a completion, as far as a stop string."""
+        """Return the text of a completion up to a stop string."""
         request, ids = self.request, completion.ids
         if (
             ids and self.has_form and ids[-1] in self.tokenizer.stop_ids
@@ -115,7 +117,7 @@ class Answer:
         )
 
     def build_token_fields(self, completion: Completion) -> dict[str, Any]:
-        """What is asked for beside the text, of these tokens."""
+        """Return the fields of these tokens that were requested beside the text."""
         extras: dict[str, Any] = {}
         if self.request.return_token_logprobs:
             extras["token_logprobs"] = completion.logprobs
@@ -124,7 +126,7 @@ class Answer:
         return extras
 
     def token_name(self, token_id: int, piece: bytes, prefix: str = "") -> str:
-        """Return the name of a token that contributes these bytes to its text."""
+        """Return the name of a token that contributes these bytes to the text."""
         return (
             f"token_id:{token_id}"
             if self.request.return_tokens_as_token_ids
@@ -146,28 +148,28 @@ class Answer:
 
     @property
     def held_back_strings(self) -> list[str]:
-        """What is not shown before all is written."""
+        """Return the strings whose beginnings are held back until they are complete."""
         return []
 
     def encode_chunk(self, choices: list[Choice], **more: Any) -> str:
-        """As JSON, whose head is the same for all of a stream."""
+        """Encode a chunk as JSON; its head is the same for the whole stream."""
         self._chunk_head = (
             self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
         )
         return f"{self._chunk_head},{self.encode_json({'choices': choices, **more})[1:]}"
 
     def build_first_delta(self, index: int) -> Choice | None:
-        """Of the chunk before the first token."""
+        """Return the delta before the first token."""
         return None
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
-        """Return the chunk of tokens and of what they let be said."""
+        """Return the delta of new tokens and of the text that they complete."""
         raise NotImplementedError
 
     def build_last_delta(
         self, index: int, spelling: Spelling, piece: Completion, whole: Completion
     ) -> Choice:
-        """With the tokens that come last, and the reason for the end."""
+        """Return the delta with the last tokens and the finish reason."""
         raise NotImplementedError
 
 
@@ -185,7 +187,7 @@ class ChatAnswer(Answer):
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}
 
     def _build_message(self, completion: Completion) -> tuple[dict[str, Any], str]:
-        """What was said, and why it ended."""
+        """Return the message and its finish reason."""
         most = 1 if self.chat.parallel_tool_calls is False else None
         turn = self.tokenizer.build_turn(
             self.prompt, self.prompts[0], completion, self.completion_text(completion), most
@@ -237,7 +239,7 @@ class ChatAnswer(Answer):
         }
 
     def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
-        """Return the entries of the next tokens of a completion, whose bytes joined are its text."""
+        """Return entries of the next tokens; their bytes joined are the text."""
         if not self.chat.logprobs:
             return None
         is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
@@ -256,7 +258,7 @@ class ChatAnswer(Answer):
         return {"content": content}
 
     def _encode_entries(self, completion: Completion) -> str:
-        """Return the list as JSON: of most tokens only the number is new, and thousands a second are written."""
+        """Encode the entries as JSON, fast, since thousands are written per second."""
         by_id = bool(self.request.return_tokens_as_token_ids)
         known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
         if not math.isfinite(sum(completion.logprobs)):
@@ -281,7 +283,7 @@ class ChatAnswer(Answer):
 
 
 class TextAnswer(Answer):
-    """`echoed`: logprobs of the prompts' tokens after the first, and the likeliest there, where they are echoed."""
+    """Answer of /v1/completions. `echoed` holds logprobs and likeliest tokens of echoed prompts."""
 
     kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
 
@@ -300,7 +302,7 @@ class TextAnswer(Answer):
         return self.prompt_of(index)
 
     def echoed_text(self, index: int) -> str:
-        """Return the prompt's text, where it is echoed."""
+        """Return the prompt's text if it is echoed, else ""."""
         return (
             self.tokenizer.decode(self.prompt_of(index), skip_special_tokens=self.skip)
             if self.ask.echo
@@ -355,7 +357,8 @@ class TextAnswer(Answer):
     def _build_logprobs(
         self, completion: Completion, count: "Characters", follows: bool
     ) -> dict[str, Any] | None:
-        """Return the logprobs of tokens. `count`: the characters before them; `follows`: there are tokens before."""
+        """Return the logprobs of tokens after `count` characters; `follows`: tokens precede them.
+        """
         if self.ask.logprobs is None:
             return None
         texts, ids = self.tokenizer.token_texts, completion.ids
@@ -389,7 +392,7 @@ class TextAnswer(Answer):
         others: Sequence[tuple[int, float]],
         begins: bool,
     ) -> dict[str, float]:
-        """Return the likeliest tokens at a place and the one that is there; two of one text by their ids."""
+        """Return the likeliest tokens and the actual one by name; equal texts by id."""
         texts, found = self.tokenizer.token_texts, dict[str, float]()
         for other, value in others:
             piece = texts.first_bytes_of(other) if begins else texts.bytes_of(other)
@@ -400,7 +403,7 @@ class TextAnswer(Answer):
 
 
 class Characters:
-    """How many characters a text has so far, that grows by bytes."""
+    """Count the characters of a text that grows by bytes."""
 
     def __init__(self, start: int) -> None:
         self.so_far = start
@@ -411,8 +414,12 @@ class Characters:
 
 
 def _dump_json(value: dict[str, Any]) -> str:
-    """By pydantic in a fifth of the time of Python's own, which is left what that would write otherwise: numbers that
-    are not finite, for which it raises ValueError, and halves of characters and ends of lines, which it escapes."""
+    """Encode JSON with pydantic, five times faster than Python's encoder.
+
+    Python's encodes what pydantic would write differently: lone surrogates and line separators.
+    Raises
+    ValueError for numbers that are not finite.
+    """
     with suppress(PydanticSerializationError):
         text = to_json(value).decode()
         if not any(part in text for part in ODD):

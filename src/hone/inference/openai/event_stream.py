@@ -1,4 +1,4 @@
-"""Answers as server-sent events, while they are written.
+"""Stream answers as server-sent events while they are generated.
 
 Sampler.stream ── pieces ──► Spelling: what can be said of them ──► chunks ──► EventStream
 """
@@ -20,7 +20,7 @@ from hone.text.structured_outputs import Following
 async def stream_answer(
     connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> Response:
-    """Server-sent events; a refusal comes before the first, as a refusal of its own. Raises ValueError, HungUp."""
+    """Return a stream of events. Raises ValueError or HungUp before the first event."""
     events, listening = (
         _iterate_events(sampler, answer, requests),
         Listening(connection).__enter__(),
@@ -97,7 +97,7 @@ async def _iterate_events(
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:
-    """Raises ValueError where an answer could not be given the form that was asked for."""
+    """Raise ValueError if a requested output format cannot be enforced."""
     failures = [
         one.allows.failure
         for one in requests

@@ -1,4 +1,4 @@
-"""`/v1/responses` in its plain text form: a chat that is asked for and answered in the words of OpenAI's newer API."""
+"""`/v1/responses` for plain text: converted to a chat request, and the answer converted back."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class ResponsesRequest(BaseModel):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Raises ValueError."""
+        """Return the equivalent chat request. Raises ValueError."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})

@@ -1,6 +1,7 @@
-"""The routes of the OpenAI protocol, and those of vLLM for token ids.
+"""Routes of the OpenAI API, and vLLM's routes for token ids.
 
-request ─► token ids (in a thread where the text is long) ─► GenerateRequests ─► service ─► answer, whole or streamed
+request ─► token ids (long texts in a thread) ─► GenerateRequests ─► service ─► answer, whole or
+streamed
 """
 
 import asyncio
@@ -58,7 +59,7 @@ def build_refusal(
 
 
 def refuse_request(error: ValueError) -> JSONResponse:
-    """In OpenAI's words where they exist."""
+    """Return the error response for an error, with OpenAI's code if there is one."""
     if isinstance(error, ContextFull):
         return build_refusal(400, str(error), code="context_length_exceeded")
     return build_refusal(400, str(error))
@@ -71,8 +72,9 @@ def add_openai(app: FastAPI, served: Served) -> None:
     sampler = served.sampler
 
     def add_post_route(path: str) -> Callable[[Handler], Handler]:
-        """A route that reads its body itself, before all others and without what FastAPI does around a function: that
-        takes as long as the rest of a request."""
+        """Add a route ahead of others that reads its body itself; FastAPI's handling doubles its
+        time.
+        """
 
         def register_handler(handler: Handler) -> Handler:
             app.router.routes.insert(0, Route(path, handler, methods=["POST"]))
@@ -270,7 +272,9 @@ def build_whole_response(answer: Answer, completions: Sequence[Completion]) -> R
 
 
 async def read_body(connection: Request, kind: type[B]) -> B:
-    """The body, read without what FastAPI does for it, which takes longer than the rest of a request."""
+    """Read and validate a body without FastAPI's handling, which would double the time of a
+    request.
+    """
     try:
         return kind.model_validate_json(await connection.body())
     except ValidationError as error:
@@ -278,9 +282,9 @@ async def read_body(connection: Request, kind: type[B]) -> B:
 
 
 async def run_beside_loop(work: Callable[[], T], size: int, served: Served | None = None) -> T:
-    """The result of work on a text of so many characters; of a large one computed in a thread.
+    """Run work on a text of `size` characters, in a thread if it is large.
 
-    Raises ValueError, before any work, for one that cannot have room in the context of what is `served`.
+    Raises ValueError, before any work, for a text that cannot fit into the served model's context.
     """
     if size <= LONG:
         return work()
@@ -300,7 +304,7 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
 
 
 def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
-    """Characters, about."""
+    """Return about how many characters messages have."""
     return sum(
         len(one.content) if isinstance(one.content, str) else len(str(one.content))
         for one in messages
@@ -310,8 +314,12 @@ def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
 async def _build_requests(
     body: schema.Request, prompts: list[list[int]], served: Served, wanted: int | None, room: int
 ) -> list[GenerateRequest]:
-    """The requests of all prompts. Raises ValueError. The grammar of a form is made in a thread: it may be large, and
-    the first one looks at the whole vocabulary."""
+    """Build the requests of all prompts. Raises ValueError.
+
+    The grammar of an output format is compiled in a thread: it may be large, and the first one
+    scans the
+    whole vocabulary.
+    """
 
     if len(prompts) * (body.n or 1) > MOST:
         raise ValueError(
@@ -331,7 +339,10 @@ async def _build_requests(
 def _build_requests_of_prompt(
     body: schema.Request, prompt_ids: list[int], served: Served, wanted: int | None, room: int
 ) -> list[GenerateRequest]:
-    """One for each of `n`; `wanted`: tokens that are asked for, `room`: for the prompt too. Raises ValueError."""
+    """Build the `n` requests of a prompt. Raises ValueError.
+
+    `wanted` is the requested number of tokens, `room` the context for prompt and completion.
+    """
     if wanted is not None and len(prompt_ids) + wanted > room:
         raise ContextFull(
             f"This model's maximum context length is {room} tokens, but {len(prompt_ids) + wanted} were "
@@ -381,7 +392,7 @@ def _build_requests_of_prompt(
 
 
 def join_completions(before: schema.Written, rest: Completion) -> Completion:
-    """A completion that was begun elsewhere, whole."""
+    """Join a partial completion from elsewhere with the rest."""
     return Completion(
         before.ids + rest.ids,
         before.logprobs + rest.logprobs,
@@ -394,7 +405,7 @@ def join_completions(before: schema.Written, rest: Completion) -> Completion:
 async def _score_prompts(
     body: CompletionRequest, prompts: list[list[int]], sampler: Sampler, adapter: str | None
 ) -> list[Completion]:
-    """Return the prompts as completions: of their first tokens there is no logprob."""
+    """Return prompts as completions with logprobs; the first token has none."""
 
     async def score_prompt(ids: list[int]) -> Completion:
         own, others = (

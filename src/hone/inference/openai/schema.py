@@ -1,7 +1,9 @@
-"""The OpenAI protocol as far as the engine serves it: what is read. `answers.py` has what is answered.
+"""Request bodies of the OpenAI API. `answers.py` has the answers.
 
-Every key of OpenAI or vLLM is one of three: served (the fields here), refused because it would change the answer and is
-not served (NEUTRAL), or without a part in the answer, as `user`, and then ignored like keys that nobody knows.
+Every key of OpenAI or vLLM is one of three: supported (the fields here); refused, because it would
+change the answer
+and is not supported (NEUTRAL); or without effect on the answer, such as `user`, and then ignored
+like unknown keys.
 """
 
 import json
@@ -105,7 +107,7 @@ class ChatMessage(BaseModel):
 
 
 class Written(BaseModel):
-    """The tokens of a completion that is not at its end."""
+    """The tokens of an unfinished completion."""
 
     ids: list[int]
     logprobs: list[float]
@@ -119,7 +121,9 @@ class Written(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's; `name`, `description` and `strict` have no part: the schema is always kept."""
+    """OpenAI's JSON schema; `name`, `description` and `strict` are ignored, since schemas are
+    always enforced.
+    """
 
     model_config = ConfigDict(extra="allow")
     json_schema: dict[str, Any] | bool = Field(alias="schema")
@@ -147,7 +151,7 @@ FORMS = {
 
 
 class StructuredOutputs(BaseModel):
-    """vLLM's: one of them."""
+    """vLLM's structured outputs; exactly one field is set."""
 
     model_config = ConfigDict(extra="forbid")
     json_: dict[str, Any] | str | None = Field(None, alias="json")
@@ -158,9 +162,7 @@ class StructuredOutputs(BaseModel):
 
 
 def refuse_ignored(extra: dict[str, Any] | None) -> None:
-    """Raise ValueError for a key that would change the answer and that this route does nothing for.
-
-    Those are the keys that the server does not support, and those that another of its routes has.
+    """Raise ValueError for a key that would change the answer but is not supported on this route.
     """
     elsewhere = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     for key, value in (extra or {}).items():
@@ -176,7 +178,7 @@ class StreamOptions(BaseModel):
 
 
 class Request(BaseModel):
-    """How to draw and what to tell; null counts as absent."""
+    """Fields for sampling and for the content of the answer; null counts as absent."""
 
     model_config = ConfigDict(extra="allow")
     model: str
@@ -230,7 +232,7 @@ class Request(BaseModel):
 
     @property
     def top_logprob_count(self) -> int:
-        """How many of the likeliest tokens are told at each place."""
+        """Return how many likeliest tokens to report per position."""
         raise NotImplementedError
 
     @property
@@ -238,7 +240,7 @@ class Request(BaseModel):
         return self.requested_form() is not None
 
     def requested_form(self) -> Form | None:
-        """That answers are to have. Raises ValueError where several are asked for."""
+        """Return the requested output format. Raises ValueError if there are several."""
         if not self.model_fields_set & FORMS:
             return None
         said, found = self.structured_outputs or StructuredOutputs.model_validate({}), []
@@ -266,7 +268,7 @@ class Request(BaseModel):
         return found[0] if found else None
 
     def build_sampling(self, max_tokens: int, seed: int, vocab_size: int) -> Sampling:
-        """How to draw. Raises ValueError for tokens that the model does not have."""
+        """Return the sampling parameters. Raises ValueError for unknown token ids."""
         beyond = [
             i
             for i in [*(self.logit_bias or {}), *(self.stop_token_ids or [])]
@@ -291,7 +293,7 @@ class NamedFunction(BaseModel):
 
 
 class ToolChoice(BaseModel):
-    """The one tool to call."""
+    """The one tool that must be called."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -363,7 +365,7 @@ class ChatRequest(Request):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Those of which one has to be called."""
+        """Return the tools of which one must be called."""
         if isinstance(self.tool_choice, ToolChoice):
             return [
                 one
@@ -393,13 +395,13 @@ class ChatRequest(Request):
 
 
 class TokensRequest(ChatRequest):
-    """A conversation whose token ids the client has put together; the messages are for tool calls alone."""
+    """A chat whose token ids the client supplies; messages are only used for tool calls."""
 
     tokens: list[int] = Field(min_length=1)
 
 
 class CompletionRequest(Request):
-    """A text, several, or their token ids, to go on with."""
+    """One or more texts or token id lists to continue."""
 
     prompt: str | list[str] | Ids | list[Ids]
     max_tokens: int | None = Field(
@@ -433,7 +435,7 @@ class CompletionRequest(Request):
 
 
 class TokenizeRequest(BaseModel):
-    """Of a text (`prompt`), as it stands, or of a conversation (`messages`) as the chat template writes it."""
+    """Tokenize a text (`prompt`), or a conversation (`messages`) by the chat template."""
 
     model_config = ConfigDict(extra="allow")
     model: str | None = None

@@ -1,4 +1,4 @@
-"""The door to whatever samples: token ids in, tokens and their logprobs out, new weights from time to time.
+"""Interface of samplers: token ids in, tokens and logprobs out, weight updates in between.
 
     routes ── GenerateRequest ──► Sampler.generate | stream ──► Completion, whole or in pieces
     control ── update, pause, resume, score, state ──►
@@ -7,8 +7,9 @@
     ApartSampler       the same in a process of its own (engine_process.py)
     VllmSampler        a vLLM that this process started (vllm.py)
 
-What a sampler can do beyond generating, scoring and taking weights it declares in `can`; a request that needs more is
-refused in words that say so. Routes ask for capabilities, never for names.
+A sampler declares further capabilities in `can`; a request that needs another one is refused with a
+message that names
+it. Routes ask for capabilities, never for names.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ WORDS: dict[Capability, str] = {
 
 
 class Sampler(ABC):
-    """All of it is called on one event loop; what computes is a sampler's own affair."""
+    """Base class of samplers. All methods are called on one event loop."""
 
     can: ClassVar[frozenset[Capability]] = frozenset()
 
@@ -54,7 +55,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Token ids are below it."""
+        """Upper bound of token ids (exclusive)."""
 
     @property
     @abstractmethod
@@ -64,17 +65,18 @@ class Sampler(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """The completion of a request. Cancelling ends it.
+        """Return the completion of a request. Cancelling aborts it.
 
-        Raises ContextFull for a prompt that leaves no room, ValueError for what is refused.
+        Raises ContextFull for a prompt that leaves no room, ValueError for other refusals.
         """
 
     async def stream(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Pieces of the completions by their number; the last of each has a finish_reason. Raises as `generate`.
+        """Yield (number, piece) of the completions; the last piece of each has a finish_reason.
 
-        Closing the iterator ends the requests. This one has no pieces: it hands on each completion when it is there.
+        Closing the iterator aborts the requests. This default yields whole completions. Raises as
+        `generate`.
         """
         tasks = {asyncio.ensure_future(self.generate(one)): i for i, one in enumerate(requests)}
         try:
@@ -89,37 +91,45 @@ class Sampler(ABC):
 
     @abstractmethod
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        """Logprobs of every token after the first. Raises ValueError for what the model cannot read."""
+        """Return the logprobs of every token after the first. Raises ValueError for invalid tokens.
+        """
 
     @abstractmethod
     async def find_likeliest(
         self, ids: list[int], number: int, adapter: str | None = None
     ) -> tuple[list[float], list[Alternatives]]:
-        """Return the logprobs of one sequence at temperature 1, and at each place the likeliest tokens with theirs.
+        """Return a sequence's logprobs at temperature 1, and the likeliest tokens at each position.
 
-        `adapter`: the name of a LoRA adapter that is loaded. Raises ValueError like `score`.
+        `adapter` names a loaded LoRA adapter. Raises ValueError like `score`.
         """
 
     # ------------------------------------------------------------------------------------------ weights
 
     @abstractmethod
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """Takes the weights of a version, as the message of their sender says; what runs goes on with them. Gives the
-        state after that.
+        """Load the weights of a version as the sender's message says; return the new state.
 
-        `place` has at least their config.json. Raises ValueError where they cannot be had, and Superseded; it then
-        serves what it served.
+        Running requests continue with them. `place` has at least the model's config.json. Raises
+        ValueError if
+        the weights are unavailable, and Superseded; the old weights then stay.
         """
 
     @abstractmethod
     async def describe_state(self, each: bool = False) -> dict[str, Any]:
-        """version, dtype, device, completions so far; checksum (None without that capability), and with `each` the
-        fingerprint of every weight."""
+        """Return version, dtype, device, completions so far and checksum (None without that
+        capability).
+
+        With `each`, add the fingerprint of every weight.
+        """
 
     @abstractmethod
     async def pause(self, mode: Pause) -> None:
-        """Stops computing; requests are still taken. keep: what runs goes on after `resume`; wait: it is finished
-        first; abort: what runs and waits ends now, with what it has."""
+        """Stop computing; requests are still accepted.
+
+        Modes: keep: running requests continue after `resume`; wait: they finish first; abort: all
+        requests end
+        now with the tokens they have.
+        """
 
     @abstractmethod
     async def resume(self) -> None: ...
@@ -137,16 +147,15 @@ class Sampler(ABC):
         self.require_capability("adapters")
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
-        """running, waiting, of these without_room; `partials`: of requests by their name what came after so many known
-        tokens."""
+        """Return running, waiting, without_room, and `partials`: new tokens of named requests."""
         return {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
     @abstractmethod
     async def read_metrics(self) -> dict[str, float]:
-        """For /metrics, by the names in metrics.py."""
+        """Return values for /metrics, by the names in prometheus.py."""
 
     def require_capability(self, capability: Capability) -> None:
-        """Raises ValueError unless it can do that."""
+        """Raise ValueError unless the sampler has the capability."""
         if capability not in self.can:
             raise ValueError(
                 f"{WORDS.get(capability, capability)}: this server's backend has no such thing"

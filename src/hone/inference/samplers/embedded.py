@@ -1,4 +1,4 @@
-"""Hone's engine as a sampler: in this process, on its compute thread (`engine_service.py`)."""
+"""Hone's engine as a sampler in this process, on its compute thread (`engine_service.py`)."""
 
 import gc
 from collections.abc import AsyncGenerator, Sequence
@@ -86,7 +86,9 @@ class EmbeddedSampler(Sampler):
             )
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """A directory of another shape of model replaces the model; what runs is ended first then."""
+        """Load weights. A directory with another architecture replaces the model and ends what
+        runs.
+        """
         return await self.service.run_on_engine(lambda: self._load_update(place, version, message))
 
     def _load_update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
@@ -109,8 +111,7 @@ class EmbeddedSampler(Sampler):
         return self._read_state(each=False)
 
     def _read_spec(self, place: Path) -> ModelSpec:
-        """Of the model that is delivered there. A description that is the last one's is not parsed again: a thread that
-        has just woken up takes some tenths of a millisecond for it."""
+        """Return the spec of the delivered model; an unchanged description is not parsed again."""
         text = model_config_text(place)
         if self._described is None or self._described[0] != text:
             spec = parse_model_config(model_config_of(text, place), str(place / "config.json"))
@@ -149,7 +150,7 @@ class EmbeddedSampler(Sampler):
         await self.service.run_on_engine(lambda: self.engine.unload_adapter(name))
 
     async def find_partials(self, known: dict[str, int]) -> dict[str, Completion]:
-        """What came of requests by their name after so many tokens that are known."""
+        """Return the new tokens of named requests after those that are known."""
         return await self.service.run_on_engine(lambda: self.engine.named_progress(known))
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:

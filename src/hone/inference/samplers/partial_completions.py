@@ -1,11 +1,12 @@
-"""Completions while they are written: one look at the engine tells all streams what is new.
+"""Partial completions: one query of the engine serves all streams.
 
     Streams.of(requests) ─► generate, each under a name ─► the end of each
             ▲
             └── pieces ◄── look({name: known}), now and then
 
-A look costs the engine as much for a hundred streams as for one, so what a stream hands on is what came since the last
-look, a few tokens at a time; the more there is to hand on, the longer until the next.
+A query costs the engine as much for a hundred streams as for one, so a stream receives several
+tokens at a time, and
+queries become less frequent as output grows.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ SHARE, SELDOM = (
 
 @dataclass
 class _Open:
-    """A stream of several requests: where its pieces go, and which of them it is."""
+    """A stream of several requests: the queue of its pieces, and its requests."""
 
     pieces: asyncio.Queue[tuple[int, Completion | None]]
     index: int
@@ -40,7 +41,7 @@ class _Open:
 
 
 class Streams:
-    """`generate` is a sampler's; `look` tells of requests, by their name, what came after so many known tokens."""
+    """Streams over a sampler's `generate`; `look` returns the new tokens of named requests."""
 
     def __init__(
         self,
@@ -54,9 +55,9 @@ class Streams:
     async def stream_requests(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Pieces of the completions by their number; the last of each has a finish_reason.
+        """Yield (number, piece) of the completions; the last piece of each has a finish_reason.
 
-        Raises what the engine refuses. Closing the iterator ends the requests.
+        Raises what the engine refuses. Closing the iterator aborts the requests.
         """
         pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
         names = [f"stream {next(self.names)}" for _ in requests]
@@ -105,10 +106,11 @@ class Streams:
 
 
 class Spelling:
-    """The text of a completion bit by bit: nothing is handed on that a later token could still change.
+    """Incremental text of a completion that later tokens cannot change.
 
-    `hold` are strings that a client must not see the beginning of: stop strings, and what a tool call begins with;
-    `before`: tokens that the text goes on from, where it does.
+    `hold` are strings whose beginnings must not be shown: stop strings and the start of a tool
+    call.
+    `before` are the tokens that the text continues from.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Spelling:
         )  # tokens before `_read` are in the text; decoding begins at `_start`
 
     def decode_more(self, ids: list[int]) -> str:
-        """What can be said now."""
+        """Return the text that is final after these tokens."""
         self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
         if len(self.ids) == self._read:  # nothing that is shown
             return self._release_text(
@@ -145,7 +147,7 @@ class Spelling:
         )
 
     def finish_text(self, whole: str) -> str:
-        """What of the whole text, as an answer in one piece would have it, has not been said."""
+        """Return the part of the whole text that was not returned yet."""
         return (
             self._release_text(whole, len(whole))
             if whole.startswith(self.text[: self.sent])
@@ -161,7 +163,7 @@ class Spelling:
 
 
 def join_pieces(pieces: Sequence[Completion]) -> Completion:
-    """Return the completion of all of its pieces, in their order."""
+    """Return the completion of all pieces, in order."""
     end = pieces[-1]
     if len(pieces) == 1:
         return end

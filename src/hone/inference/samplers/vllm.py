@@ -1,11 +1,12 @@
-"""vLLM as a sampler: token ids go to its `/v1/completions`, weights by its own control of them.
+"""vLLM as a sampler: token ids to its `/v1/completions`, weights by its own control routes.
 
     generate ── POST /v1/completions, token ids in and out ──────────────► vLLM (vllm_process.py)
-    update   ── pause (what runs ends with what it has), reload, resume ─►
-                 └─ what was ended goes on from its tokens, as a prompt, with the new weights
+    update   ── pause (running requests end early), reload, resume ──────►
+                 └─ ended requests continue from their tokens, as a prompt, with the new weights
 
-So every token has one version, and the logprobs of what comes after an update are those of the new weights over all
-that came before. vLLM cannot tell a checksum: the canary is the proof that weights arrived.
+So every token has one version, and logprobs after an update are those of the new weights over the
+whole prefix. vLLM
+has no checksum: the canary proves that weights arrived.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ TOKEN = "token_id:"
 
 
 class VllmSampler(Sampler):
-    """Over a vLLM that answers. Call `open` on the event loop."""
+    """Sampler over a running vLLM. Call `open` on the event loop."""
 
     can = frozenset(("forms",))
 
@@ -58,7 +59,7 @@ class VllmSampler(Sampler):
         self._changing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Learns what vLLM made of its flags."""
+        """Read the settings that vLLM chose."""
         card = (await self._call_json("GET", "/v1/models"))["data"][0]
         self._context = int(card["max_model_len"])
 
@@ -81,7 +82,7 @@ class VllmSampler(Sampler):
     # ------------------------------------------------------------------------------------------ tokens
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """One answer in one piece, unless it may have to end before it is whole."""
+        """Return the completion, in one request unless it may have to end early."""
         pieces: list[Completion] = []
         try:
             async with asyncio.timeout(request.timeout):
@@ -133,7 +134,7 @@ class VllmSampler(Sampler):
     async def _iterate_pieces(
         self, request: GenerateRequest, streamed: bool
     ) -> AsyncGenerator[Completion, None]:
-        """What is written, over updates of the weights; the last has a finish_reason."""
+        """Yield pieces across weight updates; the last has a finish_reason."""
         self._check_request(request)
         written: list[int] = []
         self.running += 1
@@ -174,7 +175,7 @@ class VllmSampler(Sampler):
             self.running -= 1
 
     async def _is_open(self) -> bool:
-        """Waits until requests may be sent; whether they may, or all that wait are to end."""
+        """Wait until requests may be sent; return False if waiting ones are to end."""
         aborts = self._aborts
         while not self._open.is_set():
             if aborts != self._aborts:
@@ -185,7 +186,7 @@ class VllmSampler(Sampler):
     async def _request_completion(
         self, request: GenerateRequest, written: list[int], streamed: bool
     ) -> AsyncGenerator[Completion, None]:
-        """One request of vLLM for what comes after so many written tokens."""
+        """Request from vLLM what follows the written tokens."""
         body, version = self._build_body(request, written) | {"stream": streamed}, self.version
         if not streamed:
             choice = (await self._call_json("POST", "/v1/completions", body))["choices"][0]
@@ -364,9 +365,9 @@ _LIMITS = httpx.Limits(max_connections=None)
 
 
 class _Sent:
-    """An answer of vLLM that is a good one, while it is read. Raises ValueError, ContextFull, RuntimeError.
+    """Successful response of vLLM while it is read. Raises ValueError, ContextFull, RuntimeError.
 
-    Where vLLM has gone, nothing is answered: this process is about to end, and who asked then asks elsewhere.
+    If vLLM is gone it never completes: this process is about to end, and clients retry elsewhere.
     """
 
     def __init__(self, sampler: VllmSampler, answering: Any) -> None:
@@ -416,17 +417,17 @@ def _parse_choice(choice: dict[str, Any], version: int, number: int) -> Completi
 
 
 def _build_end(request: GenerateRequest, reason: str) -> Completion:
-    """The end of an answer, without a token."""
+    """Return the end of an answer, without a token."""
     return Completion([], [], [], reason, [] if request.sampling.top_logprobs else None)
 
 
 def _parse_top_logprobs(place: Alternatives, number: int) -> Alternatives:
-    """The likeliest of those that vLLM named, which has the sampled one among them."""
+    """Return the likeliest tokens of those that vLLM reports, which include the sampled one."""
     return sorted(place, key=lambda one: -one[1])[:number]
 
 
 def _join_pieces(request: GenerateRequest, pieces: list[Completion]) -> Completion:
-    """The completion of all pieces, as far as `ends` lets it go."""
+    """Return the completion of all pieces, truncated where `ends` says."""
     whole = join_pieces(pieces)
     keep = request.ends(whole.ids) if request.ends is not None else None
     if keep is not None:

@@ -1,11 +1,12 @@
-"""The directories that vLLM reads weights from: looked at before, since vLLM ends where it cannot load one.
+"""Directories that vLLM loads weights from, validated first because vLLM exits if a load fails.
 
-    place of a delivery ─ checked ─────────────────────────► vLLM
-    from memory, or an adapter ─ received here, written ───►
-    from memory, on a GPU ─ received on it, read from there ►   (vllm_worker.py)
+    directory of a delivery ─ validated ──────────────────► vLLM
+    from memory, or an adapter ─ received here, written ──►
+    from memory, on a GPU ─ received there, read in place ►   (vllm_worker.py)
 
-vLLM's build for CPUs keeps a packed copy of the head, which new weights do not reach where head and embedding are one
-tensor (seen in 0.32: the canary differs). There such a model is served as one whose head is a tensor of its own.
+vLLM's CPU build keeps a packed copy of the head that new weights do not reach if head and embedding
+are tied (seen in
+0.32: the canary differs). There such a model is served with an untied head.
 """
 
 import json
@@ -43,7 +44,13 @@ NO_SHAPE = (
 
 
 class VllmFiles:
-    """`model`: what is served at first; `home`: a directory of ours; `shares`: vLLM's workers can read our memory."""
+    """Directories for one vLLM.
+
+    Args:
+        model: the model served at first.
+        home: a private directory.
+        shares: vLLM's workers can read this process's GPU memory.
+    """
 
     def __init__(
         self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False
@@ -62,7 +69,9 @@ class VllmFiles:
         self._owned: Owned | None = None  # … on vLLM's GPU
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
-        """On a CPU, where vLLM takes it all when it starts: what the longest sequences need, if there is room."""
+        """Return the cache size on a CPU, where vLLM allocates all at the start: the longest
+        sequences.
+        """
         if self.spec is None:
             return cpu_gib()
         tokens = (sequences or FEW) * (length or self.spec.max_position_embeddings)
@@ -72,7 +81,7 @@ class VllmFiles:
         return self._write_untied(self.model) if self.has_to_untie else self.model
 
     def take_version(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
-        """The directory that has a delivered version, good to load, or what opens the memory that has it.
+        """Return a directory to load a delivered version from, or the handle of memory that has it.
 
         Raises ValueError, Superseded.
         """
@@ -105,7 +114,7 @@ class VllmFiles:
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
     def _allocate_copy(self) -> Owned | None:
-        """For a second copy of the weights on the GPU, if there is room."""
+        """Allocate a second copy of the weights on the GPU, if there is room."""
         if self.shares and self._owned is None:
             try:
                 self._owned = Owned(self._allocate_tensors("meta"), "cuda")
@@ -131,7 +140,7 @@ class VllmFiles:
         return directory
 
     def _write_untied(self, source: Path) -> Path:
-        """Links to the files of a model, and its embedding once more as the head."""
+        """Link a model's files and write its embedding again as the head."""
         place = self.home / "untied"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()

@@ -1,9 +1,9 @@
-"""A vLLM that this process starts, watches and ends.
+"""Start, watch and end a vLLM.
 
-    this process ── socket in a directory of its own ──► vLLM's server ──► its engines
+    this process ── socket in a private directory ──► vLLM's server ──► its engines
 
-The socket is a file that only this user can open: of vLLM's routes, some of which its own key does not cover, nothing
-can be reached from elsewhere than here.
+Only this user can open the socket: vLLM's own key does not cover all of its routes, so none is
+reachable otherwise.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ log = logging.getLogger("hone.inference")
 
 
 class VllmProcess:
-    """Used as a context manager; raises ValueError where vLLM is missing or does not come up."""
+    """Context manager of a vLLM. Raises ValueError if vLLM is missing or does not start."""
 
     def __init__(self, config: InferenceConfig, model: Path) -> None:
         self.python = config.vllm_python or sys.executable
@@ -156,7 +156,7 @@ class VllmProcess:
                 print(line, end="", flush=True)
 
     def _await_ready(self) -> None:
-        """Until it answers, saying now and then what it is at."""
+        """Wait until it answers, logging progress."""
         start = told = time.monotonic()
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0
@@ -180,7 +180,7 @@ class VllmProcess:
                 time.sleep(0.1)
 
     def describe_failure(self) -> str:
-        """Why it ended, in one line, with what it said last."""
+        """Return one line on why it ended, with its last output."""
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         how = (
@@ -196,7 +196,7 @@ class VllmProcess:
 
 
 def remove_leftovers() -> None:
-    """Removes what servers left behind that were killed."""
+    """Remove directories of servers that were killed."""
     for home in Path(tempfile.gettempdir()).glob(f"{HOME}*-*"):
         owner = home.name.removeprefix(HOME).split("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
@@ -204,7 +204,7 @@ def remove_leftovers() -> None:
 
 
 def find_installation(python: str) -> tuple[str, bool]:
-    """vLLM's version in the environment of a Python, and whether it is built for CPUs. Raises ValueError."""
+    """Return vLLM's version under a Python, and whether it is a CPU build. Raises ValueError."""
     try:
         found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60)
     except OSError as error:
@@ -246,7 +246,7 @@ def build_environment(kv_cache_gib: float) -> dict[str, str]:
 def build_flags(
     config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool
 ) -> list[str]:
-    """Of vLLM's server, from ours."""
+    """Return the flags of vLLM's server."""
     given: dict[str, Any] = {
         "model": model,
         "served_model_name": NAME,

@@ -1,6 +1,7 @@
-"""What is added to each worker of a vLLM on GPUs (`--worker-extension-cls`): weights out of our process's memory.
+"""Extension of vLLM's GPU workers (`--worker-extension-cls`) that loads weights from another
+process's memory.
 
-It runs in vLLM's Python, which has torch and nothing of ours but this package's files.
+It runs in vLLM's Python, which has torch and, of Hone, only this package's files.
 """
 
 from typing import Any
@@ -14,6 +15,6 @@ class TakesWeights:
     reload_weights: Any  # the worker's own
 
     def hone_take_weights(self, words: dict[str, Any]) -> None:
-        """Loads what another process on this machine has at that place, as a checkpoint's tensors."""
+        """Load tensors that another process on this machine shares."""
         self.reload_weights(weights_iterator=iter(open_tensors(words).items()))
         torch.cuda.synchronize()

@@ -1,12 +1,15 @@
-"""Kernels for the CPU, compiled by numba where it is installed (`hone-rl[cpu]`); plain torch does the same without it.
+"""CPU kernels compiled by numba, if it is installed (`hone-rl[cpu]`); plain torch is the fallback.
 
-torch's operations on a CPU go through memory once each, and a small model's are over before their call is. Compiled
-loops do a row's work in one pass: norms, rotary positions, SwiGLU, attention over the flat token axis, sampling,
-logprobs. They take addresses (`tensor.data_ptr()`), which cost nothing to hand over; the functions of
-`hone.kernels` that call them see to layout and dtype.
+torch's CPU operations each pass through memory once, and a small model's take less time than their
+calls. Compiled
+loops process a row in one pass: norms, rotary positions, SwiGLU, attention over the flat token
+axis, sampling,
+logprobs. They take addresses (`tensor.data_ptr()`), which are free to pass; the functions of
+`hone.kernels` that call
+them check layout and dtype.
 
-Compiled code (`compiling.py`) runs on torch's own threads where numba finds the same OpenMP library, and takes float32
-alone.
+Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library, and
+takes float32 only.
 """
 
 import functools
@@ -27,7 +30,7 @@ if "numba" not in sys.modules:
 
 @dataclass(frozen=True)
 class Isa:
-    """What the kernels need to know of an instruction set: floats in a vector, rows and vectors of a product's tile."""
+    """Parameters of an instruction set: floats per vector, rows and vectors of a product's tile."""
 
     lanes: int
     rows: int
@@ -46,11 +49,11 @@ IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.instruc
 
 
 def words(device: str) -> str:
-    """A type of device as log lines name it: a CPU with its kernels and threads."""
+    """Return a device type for log lines: a CPU with its kernels and threads."""
     kernels = machine.instruction_set() if IS_AVAILABLE else "plain torch"
     return f"cpu ({kernels}, {torch.get_num_threads()} threads)" if device == "cpu" else device
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the compiled kernels take this tensor. They assume that there is something in it."""
+    """Return True if the compiled kernels support this tensor, which must not be empty."""
     return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0

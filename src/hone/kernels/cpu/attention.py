@@ -1,14 +1,18 @@
-"""Causal attention over the flat token axis: sequences end to end, some of which continue a shared prompt.
+"""Causal attention over the flat token axis: sequences end to end, some continuing a shared prompt.
 
-A sequence is a row (start, length, prefix start, prefix length): its tokens see the prefix and what is before them.
-The sequences that share a prefix, and the prefix itself, form a group; a group and a head are one task, so a thread
-may add to the gradients of the prefix without asking. Inside a task everything is a small matrix product on blocks
-that stay in the core's cache:
+A sequence is a row (start, length, prefix start, prefix length): its tokens see the prefix and what
+precedes them.
+The sequences that share a prefix, and the prefix itself, form a group. A group and a head are one
+task, so that a
+thread adds to the prefix's gradients without locks. Inside a task everything is a small matrix
+product on blocks that
+stay in the core's cache:
 
     keys_EN (transposed, prefix | own, padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
 
-What the sequences of a group share is laid out once for them. Backward computes the scores again from the log of their
-sum, so memory grows with tokens, not with their square.
+Shared keys and values are laid out once per group. Backward recomputes the scores from their
+log-sum, so memory grows
+linearly with tokens.
 """
 
 import numpy as np
@@ -80,7 +84,7 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 @inlined
 def longest(sequences, first, end):
-    """Most keys, padded to 16, and most rows of a block, of some sequences."""
+    """Return the most keys, padded to 16, and the most rows of a block over some sequences."""
     keys, most = 16, ROWS
     for s in range(first, end):
         _, length, _, P = sequences[s]
@@ -91,7 +95,9 @@ def longest(sequences, first, end):
 
 @inlined
 def score_rows(q, keys, W, first, rows, P, N, E, scores):
-    """scores[rows x N] of query rows first … first + rows, masked as far as its last tile reaches. keys: E x W."""
+    """Compute scores[rows x N] of query rows first … first + rows, masked up to the last tile.
+    keys: E x W.
+    """
     for r in range(0, rows, ROWS):
         columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
         for c in range(0, columns, 16):
@@ -103,9 +109,10 @@ def score_rows(q, keys, W, first, rows, P, N, E, scores):
 
 @compiled
 def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsum):
-    """out T x H x E, logsum T x H (of the scaled scores). q, k, v: addresses, and floats from token to token.
+    """Compute out T x H x E and logsum T x H (of the scaled scores).
 
-    sequences S x 4 as above; groups G + 1: where each one's sequences begin.
+    q, k, v: addresses, and floats from token to token. sequences: S x 4 as above; groups: G + 1
+    boundaries.
     """
     scale = _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * H):
@@ -181,7 +188,7 @@ def backward(
     grad_k,
     grad_v,
 ):
-    """Gradients of q (T x H x E), k and v (T x K x E), of the tokens of all sequences. grad, out: T x H x E."""
+    """Compute gradients of q (T x H x E), k and v (T x K x E). grad, out: T x H x E."""
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
         group, kh = task // K, task % K

@@ -1,14 +1,17 @@
-"""Both halves of a block as they are trained, each in one call going forward and one going back.
+"""Both halves of a training block, one call forward and one backward each.
 
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-A task takes a block of rows through all steps that lie between two that need all rows, in the cache of a core: what a
-step writes is there when the next one reads it. Every number has the same bits as by the kernels that take one step
-each. Attention, and gradients of weights, need all rows.
+A task takes a block of rows through all steps between two that need all rows, so that intermediate
+values stay in a
+core's cache. Results have the same bits as the kernels that take one step each. Attention, and
+gradients of weights,
+need all rows.
 
-All tensors are addresses of dense float32 memory. `one` is a number of 64 bits, where a literal 1 would have kernels
-compiled for it once more. T tokens, D hidden, H query and K key heads of E, F feed-forward.
+All tensors are addresses of dense float32 memory. `one` is a 64-bit number; a literal 1 would
+compile kernels again.
+T tokens, D hidden, H query and K key heads of E, F feed-forward.
 """
 
 import numpy as np
@@ -35,13 +38,15 @@ FLOAT = 4  # bytes
 
 @inlined
 def times(top, end, N, K, a, packed, out, out_first):
-    """Rows top … end of A, K wide, times a packed B, N wide; out begins with row `out_first`."""
+    """Multiply rows top … end of A (K wide) by a packed B (N wide); out begins with row
+    `out_first`.
+    """
     multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, packed, out, out_first)
 
 
 @inlined
 def ask_for_rows(top, end, N, x):
-    """Has the cache fetch rows of N in their order; a product would come by six of them at a time."""
+    """Prefetch rows of N in order; a product would read them six at a time."""
     for i in range(top * N, end * N, LINE):
         prefetch(x, i)
 
@@ -104,8 +109,12 @@ def mix_forward(
     mixed,
     logsum,
 ):
-    """total T x D (x + delta; unused where delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x E, heads T x (H + K) x
-    E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H."""
+    """Compute the attention half.
+
+    Outputs: total T x D (x + delta; unused if delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x
+    E, heads
+    T x (H + K) x E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H.
+    """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     panels = packed_panels(N, D, weight, one, D)
     heads_of_rows(
@@ -226,7 +235,9 @@ def mix_backward(
     of_scales,
     of_weight,
 ):
-    """of_x T x D, of_weight as the weight, of_norm and of_scales in parts (`row_kernels.py`)."""
+    """Compute gradients: of_x T x D, of_weight, and of_norm and of_scales in parts
+    (`row_kernels.py`).
+    """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     keys, values = heads + H * E * FLOAT, qkv + Q * FLOAT
     attention.backward(
@@ -298,7 +309,9 @@ def feed_rows(
 def feed_forward(
     T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta
 ):
-    """A = H E. total, normed and delta T x D, rstd T, hidden T x 2F, active T x F."""
+    """Compute the feed-forward half. A = H E; total, normed, delta T x D; hidden T x 2F; active T x
+    F.
+    """
     one = np.int64(1)
     weights = (
         packed_panels(D, A, out, one, A),
@@ -390,7 +403,7 @@ def feed_backward(
     of_gate_up,
     of_down,
 ):
-    """of_x T x D, of_mixed T x A, gradients of weights as these; of_norm in parts."""
+    """Compute gradients: of_x T x D, of_mixed T x A, those of weights, and of_norm in parts."""
     one = np.int64(1)
     weights = (
         packed_panels(A, D, out, A, one),

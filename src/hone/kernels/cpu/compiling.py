@@ -1,15 +1,19 @@
-"""Kernels of the CPU compiled by numba, before they are needed and several at once, and kept.
+"""Compile CPU kernels with numba ahead of use, several at once, and cache them.
 
-    a kernel is asked for ─► kept already? ─ no ─► a process of its own (`python -m hone.launch.kernels`)
-                                   │ yes               calls each kernel, which notes its types (`note`)
-                                   ▼                   compiles them, one a core (`compile_all`)
-                              loaded, run  ◄───────────┘
+    a kernel is needed ─► cached? ─ no ─► a separate process (`python -m hone.launch.kernels`)
+                               │ yes          calls each kernel, which records its types (`note`)
+                               ▼              compiles them, one per core (`compile_all`)
+                          loaded, run  ◄──────┘
 
-They lie in the user's cache directory, by a hash of these sources, instruction set, processor, and versions of numba
-and Python: all environments and clones that have the same ones use them. A process does not run what it compiled
-itself, where there is a place to keep it: numba optimises the body of a parallel loop once more where it goes into the
-code that is kept, which may change the order of a sum. A kernel has one type of each argument, since numba's index of
-what it keeps is not safe for two processes that compile the same one.
+The cache is in the user's cache directory, keyed by a hash of these sources, instruction set,
+processor, and versions
+of numba and Python: environments and clones with equal keys share it. A process does not run what
+it compiled itself
+if it can be cached: numba optimizes the body of a parallel loop once more for the cached code,
+which may change the
+order of a sum. A kernel has one type per argument, since numba's cache index is not safe for two
+processes that
+compile the same kernel.
 """
 
 import contextlib
@@ -41,7 +45,8 @@ _compiles_itself = False  # in a process that compiles for others
 
 
 class Kept:
-    """Tells numba where a kernel's compiled code lies; numba's own locators go by the path of the source."""
+    """numba cache locator with Hone's own path; numba's locators depend on the path of the source.
+    """
 
     directory = Path()  # set by `_numba`
 
@@ -53,7 +58,7 @@ class Kept:
         return cls(function.__code__.co_firstlineno)
 
     def ensure_cache_path(self) -> None:
-        """There since `_numba`."""
+        """Do nothing: `_numba` creates the directory."""
 
     def get_cache_path(self) -> str:
         return str(self.directory)
@@ -67,7 +72,8 @@ class Kept:
 
 @functools.cache
 def _numba() -> tuple[Any, bool]:
-    """numba, set up, and whether compiled code can be kept. Its settings come from the environment, also later on."""
+    """Return numba, configured by environment variables, and whether compiled code can be cached.
+    """
     here = Path(__file__).parent
     beside = [
         here.parent / name for name in ("row_state.py", "fingerprint_tables.py")
@@ -105,7 +111,7 @@ def _numba() -> tuple[Any, bool]:
 
 
 def keeps() -> bool:
-    """Whether compiled code can be kept."""
+    """Return True if compiled code can be cached."""
     return _numba()[1]
 
 
@@ -115,7 +121,7 @@ def words() -> str:
 
 @functools.cache
 def _prepare() -> None:
-    """Sees to it that the kernels have been compiled, where they can be kept."""
+    """Ensure that the kernels are compiled, if they can be cached."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
         cores = os.environ.get(machine.CORES_VARIABLE) or str(
@@ -135,7 +141,7 @@ def _prepare() -> None:
 
 @dataclass
 class _Noted:
-    """A kernel that notes how it is called, and does nothing."""
+    """A kernel that records the types of its calls and computes nothing."""
 
     function: Any
     calls: dict[Call, None]
@@ -146,7 +152,7 @@ class _Noted:
 
 
 def compiled(function: Any, has_loops: bool = True) -> Any:
-    """Compiles a kernel whose `prange` loops are shared among torch's threads."""
+    """Compile a kernel whose `prange` loops run on torch's threads."""
     if _calls is not None:
         return _Noted(function, _calls)
     _prepare()
@@ -164,17 +170,18 @@ def compiled(function: Any, has_loops: bool = True) -> Any:
 
 
 def sequence(function: Any) -> Any:
-    """Compiles a function that calls kernels, one after the other."""
+    """Compile a function that calls kernels one after the other."""
     return compiled(function, has_loops=False)
 
 
 def inlined(function: Any) -> Any:
-    """Compiles a part of kernels."""
+    """Compile a function that kernels inline."""
     return _numba()[0].njit(fastmath=True, error_model="numpy")(function)
 
 
 def note() -> dict[Call, None]:
-    """From now on kernels that are imported note how they are called, in here, and compute nothing."""
+    """From now on, record how imported kernels are called instead of computing; return the records.
+    """
     global _calls
     _calls = {}
     return _calls
@@ -182,7 +189,9 @@ def note() -> dict[Call, None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[bool]:
-    """Only one process at a time goes on. Whether there is something to compile, and a place to keep it."""
+    """Hold a lock so that one process compiles at a time; yield True if something is to be compiled
+    and cached.
+    """
     if not keeps():
         yield False
         return
@@ -206,7 +215,7 @@ def _compile(call: Call) -> None:
 
 
 def compile_all(calls: dict[Call, None]) -> None:
-    """Compiles these kernels for these types, one a core at a time."""
+    """Compile these kernels for these types, one per core."""
     spawn = multiprocessing.get_context(
         "spawn"
     )  # a fork would inherit torch's threads without what runs them

@@ -1,4 +1,4 @@
-"""One token a sequence: attention over the pages of the cache, and the draw of the next token."""
+"""Decode one token per sequence: attention over the pages of the cache, and the next draw."""
 
 import numpy as np
 from numba import prange
@@ -44,13 +44,13 @@ _f, _u = np.float32, np.uint64
 
 @inlined
 def cell_of(position, PAGE, table, pages):
-    """The cell of a position, in the pages that stand in `table` from `pages` on."""
+    """Return the cache cell of a position; the sequence's pages are at table[pages:]."""
     return get_integer(table, pages + position // PAGE) * PAGE + position % PAGE
 
 
 @inlined
 def exponentials(scores, at, L):
-    """exp(score - highest) of L scores from `at` on, in their place, zeros up to a whole vector; returns their sum."""
+    """Replace L scores by exp(score - highest), zero-padded to a whole vector; return their sum."""
     whole = (L + LANES - 1) // LANES * LANES
     for j in range(at + L, at + whole):
         put(scores, j, _f(-1e30))
@@ -70,7 +70,7 @@ def exponentials(scores, at, L):
 
 @inlined
 def mix_four(shares, first, count, values, at, step, out, out_at):
-    """Adds the values of `count` tokens, each times its share, to four vectors of `out`."""
+    """Add the values of `count` tokens, weighted by their shares, to four vectors of `out`."""
     a, b = load(out, out_at), load(out, out_at + LANES)
     c, d = load(out, out_at + 2 * LANES), load(out, out_at + 3 * LANES)
     w, x, y, z = splat(_f(0)), splat(_f(0)), splat(_f(0)), splat(_f(0))
@@ -107,7 +107,7 @@ def mix_four(shares, first, count, values, at, step, out, out_at):
 
 @inlined
 def mix_two(shares, first, count, values, at, step, out, out_at):
-    """The same for two vectors."""
+    """Add the weighted values of `count` tokens to two vectors of `out`."""
     a, b, w, x = load(out, out_at), load(out, out_at + LANES), splat(_f(0)), splat(_f(0))
     for j in range(0, count - 1, 2):
         one, two = get(shares, first + j), get(shares, first + j + 1)
@@ -129,17 +129,18 @@ def mix_two(shares, first, count, values, at, step, out, out_at):
 
 @inlined
 def fetch(memory, at, lines):
-    """Asks for `lines` cache lines."""
+    """Prefetch `lines` cache lines."""
     for i in range(at, at + 16 * lines, 16):
         prefetch(memory, i)
 
 
 @inlined
 def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, out, out_at):
-    """Values of a sequence's first L positions, mixed for one query: out H * E.
+    """Mix the values of a sequence's first L positions for one query: out H * E.
 
-    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16. next_pages: where in `table` the
-    sequence stands whose turn is next.
+    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16. next_pages:
+    where in
+    `table` the next sequence begins.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
@@ -218,9 +219,9 @@ def attend(
     table_row,
     out,
 ):
-    """Stores k, v of the new token in the cache, then mixes what the sequence has there: out B x (H * E).
+    """Store k, v of the new token in the cache, then attend to the sequence: out B x (H * E).
 
-    Row active[b] of `state` and `table` is the sequence's.
+    Sequence b has row active[b] of `state` and `table`.
     """
     step = K * E
     for b in prange(B):
@@ -250,7 +251,7 @@ def attend(
 
 @inlined
 def _mix(z):
-    """splitmix64's finaliser (Steele et al. 2014)."""
+    """Apply splitmix64's finalizer (Steele et al. 2014)."""
     z = (z ^ (z >> _u(30))) * _u(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> _u(27))) * _u(0x94D049BB133111EB)
     return z ^ (z >> _u(31))
@@ -275,8 +276,9 @@ def draw_row(
     advance,
     weights,
 ):
-    """Draws a slot's token from V logits from `at` on, and notes it
-    (`engine/token_sampler.py`). weights: room for V."""
+    """Draw a slot's token from V logits at `at` and store it (`engine/token_sampler.py`). weights:
+    V numbers.
+    """
     own = row * FIELDS
     count = get_integer(state, own + COUNT)
     bits = _mix(_mix(_u(get_integer(state, own + SEED))) + _u(count + 1) * _u(0x9E3779B97F4A7C15))
@@ -344,7 +346,7 @@ def draw(
     capacity,
     advance,
 ):
-    """Draws a token for every active row that is not done. logits, plain: B x V."""
+    """Draw a token for every active row that is not done. logits, plain: B x V."""
     for b in prange(B):
         row = get_integer(active, b)
         if get_integer(state, row * FIELDS + DONE) == 0:

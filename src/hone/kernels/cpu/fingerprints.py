@@ -1,4 +1,4 @@
-"""Sums of words for fingerprints: each stretch by one thread, nearly as fast as memory is read."""
+"""Sums of words for fingerprints: one thread per stretch, nearly at memory bandwidth."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,9 @@ from hone.kernels.fingerprint_tables import (
 
 @compiled
 def sums(count, table, odd, found):
-    """Adds up each stretch: its 32-bit word i times (i * odd) | 1, all times the stretch's power. Integers wrap."""
+    """Sum each stretch: its 32-bit word i times (i * odd) | 1, all times the stretch's power.
+    Integers wrap.
+    """
     for task in prange(count):
         row, factor, total = task * COLUMNS, np.int64(0), np.int64(0)
         stretch = words(get_integer(table, row + ADDRESS), get_integer(table, row + COUNT))
@@ -34,7 +36,7 @@ def sums(count, table, odd, found):
 
 
 class CpuTable(FingerprintTable):
-    """Of words of 32 bits. Nothing is computed before `sums`."""
+    """Table of 32-bit words. Nothing is computed before `sums`."""
 
     def __init__(self, words: Sequence[Tensor]) -> None:
         self.stretches, self.tensors = stretches(words, range(len(words))), len(words)

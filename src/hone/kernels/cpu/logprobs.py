@@ -1,4 +1,4 @@
-"""Log-softmax at the targets, without a tensor of the size of the logits in between."""
+"""Log-softmax at the targets, without an intermediate tensor of the logits' size."""
 
 import numpy as np
 from numba import prange
@@ -11,7 +11,8 @@ _f = np.float32
 
 @compiled
 def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
-    """Of logits N x V over temperature N: log-sum-exp, logprob of the target, entropy, N each."""
+    """Compute log-sum-exp, target logprob and entropy (N each) of logits N x V over temperature N.
+    """
     logits, targets, temperature = (
         floats(logits, (N, V)),
         integers(targets, N),
@@ -36,7 +37,7 @@ def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
 
 @compiled
 def backward(N, V, grad, logits, targets, temperature, logsum, out):
-    """Gradient of the logits, N x V, from that of the logprobs."""
+    """Compute the gradient of the logits, N x V, from that of the logprobs."""
     grad, logits, targets = floats(grad, N), floats(logits, (N, V)), integers(targets, N)
     temperature, logsum = floats(temperature, N), floats(logsum, N)
     for n in prange(N):

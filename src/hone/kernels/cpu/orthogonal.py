@@ -1,5 +1,6 @@
-"""Muon's Newton-Schulz steps over many small matrices. One thread has a matrix to itself, in the cache of its core: the
-products are over in less time than it takes to wake another.
+"""Muon's Newton-Schulz steps over many small matrices, one thread and core cache per matrix.
+
+Products take less time than waking another thread.
 
     y [M x N], M <= N, of norm 1 ─► gram = y y^T ─► p = b gram + c gram gram ─► y = a y + p y ─► …
 """
@@ -20,7 +21,7 @@ COLUMNS = 5
 
 @inlined
 def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
-    """In place. A function of its own, so that a thread shares no variable with another."""
+    """Orthogonalize a matrix in place. A separate function, so that threads share no variable."""
     rows = (M + ROWS - 1) // ROWS * ROWS
     narrow, wide = (M + WIDTH - 1) // WIDTH * WIDTH, (N + WIDTH - 1) // WIDTH * WIDTH
     y, next_y = np.zeros(rows * wide, np.float32), np.zeros(rows * wide, np.float32)
@@ -57,7 +58,7 @@ def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
 
 @compiled
 def orthogonal(count, table, steps, a, b, c):
-    """In place. `table`: a row of integers each."""
+    """Orthogonalize matrices in place. `table`: a row of integers each."""
     for task in prange(count):
         row = task * COLUMNS
         orthogonal_one(

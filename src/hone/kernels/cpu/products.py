@@ -35,7 +35,7 @@ tile = tile_of(ROWS, isa().vectors)
 
 @inlined
 def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
-    """The same where only rows x columns of the tile exist."""
+    """Compute a partial tile of rows x columns."""
     part, whole = np.zeros(ROWS * BLOCK_K, np.float32), np.zeros(ROWS * WIDTH, np.float32)
     for i in range(rows):
         for k in range(K):
@@ -52,7 +52,8 @@ def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
 
 @inlined
 def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
-    """The WIDTH columns from `first` on, of K rows of B from b_at on, as a panel; zeros where there are fewer."""
+    """Pack WIDTH columns from `first` on, of K rows of B from b_at on, into a panel, zero-padded.
+    """
     columns = min(WIDTH, N - first)
     if b_column == 1 and columns == WIDTH:
         for k in range(K):
@@ -79,14 +80,14 @@ def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
 
 @compiled
 def pack(N, K, b, b_row, b_column, packed):
-    """B[K x N] as panels: packed (N / WIDTH, rounded up) x K x WIDTH. Addresses."""
+    """Pack B[K x N] into panels: packed (N / WIDTH, rounded up) x K x WIDTH. Addresses."""
     for panel in prange((N + WIDTH - 1) // WIDTH):
         pack_panel(K, N, panel * WIDTH, b, b_row, b_column, 0, packed, panel * K * WIDTH)
 
 
 @inlined
 def packed_panels(N, K, b, b_row, b_column):
-    """B[K x N] as panels, in memory of their own."""
+    """Return B[K x N] as panels in new memory."""
     panels = np.empty((N + WIDTH - 1) // WIDTH * K * WIDTH, np.float32)
     pack(N, K, b, b_row, b_column, np.int64(panels.ctypes.data))
     return panels
@@ -94,7 +95,10 @@ def packed_panels(N, K, b, b_row, b_column):
 
 @inlined
 def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first):
-    """Panels first … last of out = A times a packed B, of rows top … end; out, N wide, begins with row `out_first`."""
+    """Compute panels first … last of out = A times a packed B, of rows top … end.
+
+    `out` is N wide and begins with row `out_first`.
+    """
     for depth in range(0, K, BLOCK_K):
         part = min(BLOCK_K, K - depth)
         for panel in range(first, last):
@@ -113,13 +117,17 @@ def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first)
 
 @inlined
 def multiply_packed(rows, K, a, a_row, packed, out, out_row):
-    """out = A[rows x K] times a packed B. rows in whole tiles; out_row are the columns of B in whole panels."""
+    """Compute out = A[rows x K] times a packed B, in whole tiles and whole panels (out_row
+    columns).
+    """
     multiply_rows(0, rows, 0, out_row // WIDTH, out_row, K, a, a_row, packed, out, 0)
 
 
 @compiled
 def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
-    """out M x N, dense. Addresses and strides: A[m, k] is a[m * a_row + k], B[k, n] is b[k * b_row + n * b_column]."""
+    """Compute out M x N, dense. A[m, k] is a[m * a_row + k], B[k, n] is b[k * b_row + n *
+    b_column].
+    """
     panels, packed = (N + WIDTH - 1) // WIDTH, packed_panels(N, K, b, b_row, b_column)
     spans = (panels + PANELS - 1) // PANELS
     blocks = (M + BLOCK_M - 1) // BLOCK_M
@@ -131,7 +139,7 @@ def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
 
 @inlined
 def pack_rows(a, at, a_column, rows, held, K, packed):
-    """`rows` rows of A, side by side in memory, by tiles: K x ROWS each, ROOM apart. `held`: how many there are."""
+    """Pack `rows` adjacent rows of A into tiles of K x ROWS, ROOM apart. `held`: how many exist."""
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
         for _ in range(K):
@@ -148,8 +156,10 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
 
 @inlined
 def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
-    """Asks for so many cache lines of what is packed next: `of_A` lines of each row of A, then those of B. Returns the
-    row and the line in it that come after them."""
+    """Prefetch `lines` cache lines of what is packed next: `of_A` lines per row of A, then B.
+
+    Returns the row and the line in it that follow.
+    """
     for _ in range(lines):
         if line < of_A:
             prefetch(a, at + row * a_column + line * LINE)
@@ -163,7 +173,8 @@ def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
 
 @inlined
 def shares_of(M, N, threads):
-    """Blocks of rows, each of BLOCK_T at most, and spans of columns; each of the threads packs as little as can be."""
+    """Divide the work into blocks of up to BLOCK_T rows and spans of columns that minimize packing.
+    """
     best = 1
     for d in range(2, threads + 1):
         if threads % d == 0 and M / d + N * d / threads < M / best + N * best / threads:
@@ -173,9 +184,11 @@ def shares_of(M, N, threads):
 
 @compiled
 def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
-    """The same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n]: the same numbers to the bit.
+    """Compute the same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n].
 
-    A task packs STRETCH rows of both, and while it goes through their tiles it asks for those that come next."""
+    Results have the same bits. A task packs STRETCH rows of both, and prefetches the next while it
+    multiplies.
+    """
     blocks, spans = shares_of(M, N, threads)
     panels = (N + WIDTH - 1) // WIDTH
     width, height = (panels + spans - 1) // spans, (M + blocks * ROWS - 1) // (blocks * ROWS) * ROWS

@@ -1,6 +1,7 @@
-"""Norms, rotary positions and SwiGLU: a row's work in one pass over it.
+"""Norms, rotary positions and SwiGLU: all of a row's work in one pass.
 
-Gradients of weights are summed in parts, one for a block of rows, so that they do not depend on the number of threads.
+Gradients of weights are summed in one part per block of rows, so that they do not depend on the
+number of threads.
 """
 
 import numpy as np
@@ -30,7 +31,7 @@ _f = np.float32
 
 @inlined
 def block_of(T):
-    """Rows of a block, of T: as many as a task of a product takes, fewer where there would be few blocks."""
+    """Return the rows of a block: those of a product's task, fewer if there would be few blocks."""
     return max(ROWS, min(BLOCK_M, T // 16 // ROWS * ROWS))
 
 
@@ -41,17 +42,19 @@ def blocks_of(T):
 
 @inlined
 def bounds(part, T):
-    """The first row of a block, and the end."""
+    """Return the first row of a block, and the end."""
     return part * block_of(T), min(T, (part + 1) * block_of(T))
 
 
 def parts(T: int) -> int:
-    """In how many parts the gradient of a weight of T rows comes."""
+    """Return in how many parts the gradient of a weight over T rows comes."""
     return -(-T // int(block_of.py_func(T)))
 
 
 def added_up(parts: Tensor) -> Tensor:
-    """Their sum, in their order; by numpy, which takes a tenth of torch's time for so few."""
+    """Return the sum of the parts in order, with numpy, which is ten times faster than torch for
+    few.
+    """
     return torch.from_numpy(parts.numpy().sum(axis=0))
 
 
@@ -63,7 +66,7 @@ def _whole(n):
 
 @inlined
 def _rstd(x, at, n, eps):
-    """1 / sqrt(mean of squares + eps) of n numbers."""
+    """Return 1 / sqrt(mean of squares + eps) of n numbers."""
     sums = splat(_f(0))
     for i in range(at, at + _whole(n), LANES):
         sums = multiply_add(load(x, i), load(x, i), sums)
@@ -75,7 +78,7 @@ def _rstd(x, at, n, eps):
 
 @inlined
 def add_row(x, at, delta, delta_at, n, out, out_at):
-    """out = x + delta, n numbers; out may be either."""
+    """Compute out = x + delta over n numbers; out may be either."""
     for i in range(0, _whole(n), LANES):
         store(out, out_at + i, add(load(x, at + i), load(delta, delta_at + i)))
     for i in range(_whole(n), n):
@@ -84,7 +87,7 @@ def add_row(x, at, delta, delta_at, n, out, out_at):
 
 @inlined
 def norm_row(x, at, D, eps, weight, out, out_at):
-    """out = x * rstd * weight of the D numbers from `at` on; returns rstd."""
+    """Compute out = x * rstd * weight of the D numbers at `at`; return rstd."""
     r = _rstd(x, at, D, eps)
     for d in range(0, _whole(D), LANES):
         store(out, out_at + d, multiply(multiply(load(x, at + d), splat(r)), load(weight, d)))
@@ -95,7 +98,7 @@ def norm_row(x, at, D, eps, weight, out, out_at):
 
 @inlined
 def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
-    """One head normalised, scaled and rotated; returns its rstd. scale 0: rotated only."""
+    """Normalize, scale and rotate one head; return its rstd. scale 0: rotate only."""
     half, r = E // 2, _f(1) if scale == 0 else _rstd(x, at, E, eps)
     for e in range(0, _whole(half), LANES):
         first, second = load(x, at + e), load(x, at + half + e)
@@ -120,7 +123,7 @@ def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
 
 @inlined
 def swiglu_row(gate_up, at, F, out, out_at):
-    """silu of F numbers from `at` on, times the F behind them."""
+    """Compute silu of F numbers at `at` times the F numbers after them."""
     for f in range(0, _whole(F), LANES):
         x = load(gate_up, at + f)
         silu = divide(x, add(splat(_f(1)), exp(multiply(x, splat(_f(-1))))))
@@ -135,7 +138,8 @@ def swiglu_row(gate_up, at, F, out, out_at):
 
 @inlined
 def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
-    """sums = x + delta (delta 0: no delta, no sums), out = sums * rstd * weight, of rows top … end."""
+    """Compute sums = x + delta and out = sums * rstd * weight of rows top … end (delta 0: no sums).
+    """
     for t in range(top, end):
         if delta != 0:
             add_row(x, t * D, delta, t * D, D, sums, t * D)
@@ -146,8 +150,10 @@ def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
 def add_norm_rows_backward(
     top, end, D, grad, grad_at, grad_sums, sums, weight, rstd, grad_x, grad_weight, at
 ):
-    """Gradient of x (and of delta), and of the weight by these rows: D numbers from `at` on. grad_sums may be 0: none.
-    The gradient of row `top` stands at grad_at."""
+    """Compute gradients of x (and delta), and of the weight by these rows: D numbers at `at`.
+
+    grad_sums may be 0: none. The gradient of row `top` is at grad_at.
+    """
     of_weight, whole = np.zeros(D, np.float32), _whole(D)
     for t in range(top, end):
         g_at, row, r = grad_at + (t - top) * D, t * D, get(rstd, t)
@@ -176,7 +182,9 @@ def add_norm_rows_backward(
 
 @inlined
 def norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd):
-    """The first H + K heads of qkv T x (H + 2K) x E normalised, scaled and rotated: out T x (H + K) x E."""
+    """Normalize, scale and rotate the first H + K heads of qkv T x (H + 2K) x E: out T x (H + K) x
+    E.
+    """
     for t in range(top, end):
         for n in range(H + K):
             x, y = (t * (H + 2 * K) + n) * E, (t * (H + K) + n) * E
@@ -208,7 +216,8 @@ def norm_rope_rows_backward(
     grad_scales,
     at,
 ):
-    """Gradient of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E from `at` on."""
+    """Compute gradients of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E at `at`.
+    """
     half = E // 2
     whole, turned, of_scales = _whole(half), np.empty(E, np.float32), np.zeros(2 * E, np.float32)
     for t in range(top, end):
@@ -274,7 +283,7 @@ def norm_rope_rows_backward(
 
 @inlined
 def swiglu_row_backward(F, grad, grad_at, gate_up, at, out):
-    """Gradient of both halves of a row of gate_up, 2F numbers from `at` on."""
+    """Compute the gradient of both halves of a row of gate_up, 2F numbers at `at`."""
     one = splat(_f(1))
     for f in range(0, _whole(F), LANES):
         x, g = load(gate_up, at + f), load(grad, grad_at + f)
@@ -295,7 +304,7 @@ def swiglu_row_backward(F, grad, grad_at, gate_up, at, out):
 
 @compiled
 def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
-    """T x D, weight D, rstd T."""
+    """Compute `add_norm_rows` for all rows. T x D, weight D, rstd T."""
     eps = _f(eps)
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
@@ -304,7 +313,7 @@ def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
 
 @compiled
 def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_weight):
-    """Gradient of x (and of delta) T x D, of weight parts(T) x D."""
+    """Compute gradients of x (and delta) T x D, and of weight in parts(T) x D."""
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         add_norm_rows_backward(
@@ -324,7 +333,7 @@ def norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rst
 def norm_rope_backward(
     T, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin, rstd, grad_qkv, grad_scales
 ):
-    """Gradient of qkv T x (H + 2K) x E and of both scales: parts(T) x 2 x E."""
+    """Compute gradients of qkv T x (H + 2K) x E and of both scales: parts(T) x 2 x E."""
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         norm_rope_rows_backward(
@@ -350,13 +359,13 @@ def norm_rope_backward(
 
 @compiled
 def swiglu_forward(T, F, gate_up, out):
-    """silu of the first half of gate_up T x 2F times the second: out T x F."""
+    """Compute silu of the first half of gate_up T x 2F times the second: out T x F."""
     for t in prange(T):
         swiglu_row(gate_up, 2 * t * F, F, out, t * F)
 
 
 @compiled
 def swiglu_backward(T, F, grad, gate_up, out):
-    """Gradient of both halves of gate_up, T x 2F."""
+    """Compute the gradient of both halves of gate_up, T x 2F."""
     for t in prange(T):
         swiglu_row_backward(F, grad, t * F, gate_up, 2 * t * F, out)

@@ -1,12 +1,16 @@
-"""Vectors of floats for functions that numba compiles: what C has as intrinsics, portable through LLVM.
+"""Vectors of floats for functions that numba compiles: portable intrinsics through LLVM.
 
-numba vectorises simple loops by itself, but keeps no tile of a matrix product in registers. A `Lanes` value is one
-LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile_of` makes the core of a
-product from such vectors. Memory is an address (an int) or a flat float32 array; `get` and `put` take an index as it
-is, where numba's own [] would first ask whether it is negative.
+numba vectorizes simple loops by itself, but keeps no tile of a matrix product in registers. A
+`Lanes` value is one
+LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile_of`
+makes the core of a
+product from such vectors. Memory is an address (an int) or a flat float32 array; `get` and `put`
+take an index as it
+is, without numba's check for negative ones.
 
-`floats(address, shape)` is an array for reading. What a kernel writes goes out by `put` and `store`: numba takes an
-array that was made from an address for a local one, and removes what is written to it.
+`floats(address, shape)` is an array for reading. Kernels write with `put` and `store`: numba takes
+an array made from
+an address for a local one, and removes writes to it.
 """
 
 from collections.abc import Callable
@@ -42,14 +46,15 @@ Emit = Callable[..., Any]
 
 
 def _operation(emit: Emit, result: types.Type, *arguments: types.Type) -> tuple[Any, Any]:
-    """An intrinsic's signature and code, from code that takes the builder and its arguments."""
+    """Return an intrinsic's signature and code, from code that takes the builder and its arguments.
+    """
     return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
 
 def _call(
     builder: Any, name: str, *values: Any, returns: Any = None, flags: tuple[str, ...] = ()
 ) -> Any:
-    """Calls one of LLVM's own functions on values of one type."""
+    """Call one of LLVM's functions on values of one type."""
     suffix = f"v{LANES}f32" if isinstance(values[-1].type, ir.VectorType) else "f32"
     kind = ir.FunctionType(returns or values[-1].type, [value.type for value in values])
     return builder.call(
@@ -100,19 +105,19 @@ def _store_lanes(context: Any, builder: Any, signature: Any, arguments: Any) -> 
 
 @intrinsic
 def get(typing: Any, memory: Any, at: Any) -> Any:
-    """memory[at]"""
+    """Return memory[at]."""
     return types.float32(memory, types.intp), _load
 
 
 @intrinsic
 def put(typing: Any, memory: Any, at: Any, x: Any) -> Any:
-    """memory[at] = x"""
+    """Set memory[at] = x."""
     return types.void(memory, types.intp, types.float32), _store
 
 
 @intrinsic
 def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
-    """memory[at] = x, memory the address of int64s."""
+    """Set memory[at] = x, memory the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, types.intp, *arguments[:2], of=ir.IntType(64))
@@ -124,7 +129,7 @@ def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
 
 @intrinsic
 def get_integer(typing: Any, memory: Any, at: Any) -> Any:
-    """memory[at], memory the address of int64s."""
+    """Return memory[at], memory the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, types.intp, *arguments, of=ir.IntType(64)))
@@ -134,19 +139,19 @@ def get_integer(typing: Any, memory: Any, at: Any) -> Any:
 
 @intrinsic
 def load(typing: Any, memory: Any, at: Any) -> Any:
-    """memory[at : at + LANES]"""
+    """Return memory[at : at + LANES]."""
     return lanes(memory, types.intp), _load_lanes
 
 
 @intrinsic
 def store(typing: Any, memory: Any, at: Any, x: Any) -> Any:
-    """memory[at : at + LANES] = x"""
+    """Set memory[at : at + LANES] = x."""
     return types.void(memory, types.intp, lanes), _store_lanes
 
 
 @intrinsic
 def prefetch(typing: Any, memory: Any, at: Any) -> Any:
-    """Asks for the cache line of memory[at], memory the address of floats."""
+    """Prefetch the cache line of memory[at], memory the address of floats."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.Constant
@@ -179,19 +184,19 @@ _floats, _integers, _words = (
 
 @njit
 def floats(address: Any, shape: Any) -> Any:
-    """The float32 array at an address, to read."""
+    """Return the float32 array at an address, for reading."""
     return carray(_floats(address), shape)
 
 
 @njit
 def integers(address: Any, shape: Any) -> Any:
-    """The int64 array at an address, to read."""
+    """Return the int64 array at an address, for reading."""
     return carray(_integers(address), shape)
 
 
 @njit
 def words(address: Any, shape: Any) -> Any:
-    """The int32 array at an address, to read."""
+    """Return the int32 array at an address, for reading."""
     return carray(_words(address), shape)
 
 
@@ -200,7 +205,7 @@ def words(address: Any, shape: Any) -> Any:
 
 @intrinsic
 def splat(typing: Any, scalar: Any) -> Any:
-    """All lanes the same."""
+    """Return a vector with all lanes equal."""
     return _operation(_fill, lanes, types.float32)
 
 
@@ -220,7 +225,7 @@ maximum = _of_two(lambda builder, a, b: _call(builder, "llvm.maxnum", a, b))
 
 @intrinsic
 def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
-    """x * y + z, rounded once; x may be a scalar."""
+    """Return x * y + z, rounded once; x may be a scalar."""
 
     def emit(builder: Any, a: Any, b: Any, c: Any) -> Any:
         return _call(builder, "llvm.fma", a if x is lanes else _fill(builder, a), b, c)
@@ -230,7 +235,7 @@ def multiply_add(typing: Any, x: Any, y: Any, z: Any) -> Any:
 
 @intrinsic
 def total(typing: Any, x: Any) -> Any:
-    """Sum of the lanes."""
+    """Return the sum of the lanes."""
 
     def emit(builder: Any, a: Any) -> Any:
         zero = ir.Constant(_FLOAT, 0.0)
@@ -243,7 +248,7 @@ def total(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def largest(typing: Any, x: Any) -> Any:
-    """Largest of the lanes."""
+    """Return the largest lane."""
 
     def emit(builder: Any, a: Any) -> Any:
         return _call(builder, "llvm.vector.reduce.fmax", a, returns=_FLOAT, flags=("nnan",))
@@ -253,11 +258,13 @@ def largest(typing: Any, x: Any) -> Any:
 
 @intrinsic
 def exp(typing: Any, x: Any) -> Any:
-    """e^x of a scalar or of lanes, in fp32, without a branch: at most 2 units off in the last place.
+    """Return e^x of a scalar or of lanes, in fp32, without a branch, at most 2 ulp off.
 
-    x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is 0, above 88 it is e^88. The 0 is for speed: a
-    masked score would be 1e-38, a share of it smaller than normal numbers, and Intel's processors take a hundred cycles
-    for each of those.
+    x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is 0, above 88 it is e^88.
+    The 0 is
+    for speed: a masked score would be 1e-38, a share of it a denormal, which costs Intel's
+    processors a
+    hundred cycles.
     """
 
     def emit(builder: Any, a: Any) -> Any:
@@ -306,14 +313,17 @@ def exp(typing: Any, x: Any) -> Any:
 
 
 def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
-    """The core of a product, rows x (vectors * LANES) numbers of C, which stay in registers until they are done.
+    """Return the core of a product: rows x (vectors * LANES) numbers of C, kept in registers.
 
-    So many k are taken `together`, before it looks whether there are more: of few turns a processor foresees the last,
-    of many it does not, and starts anew. It takes registers where a_column is not known when this is compiled.
+    `together` steps of k are unrolled: the processor predicts the end of short loops, not of long
+    ones.
+    a_column takes a register if it is not known at compile time.
 
-    tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to what is there if `adds`.
-    A[m, k] stands at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of C at c_at + m * c_row.
-    Each number of C is a sum over k in order, whatever the other rows are.
+    tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to C if
+    `adds`.
+    A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of C at
+    c_at + m *
+    c_row. Each number of C is a sum over k in order, whatever the other rows are.
     """
 
     @intrinsic
@@ -413,7 +423,7 @@ def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
 
 @intrinsic
 def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row: Any) -> Any:
-    """out[j, i] = x[i, j] for LANES rows and columns; rows stand x_row and `row` apart."""
+    """Set out[j, i] = x[i, j] for LANES rows and columns; rows are x_row and `row` apart."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, x_row, _, _, row = arguments
@@ -447,7 +457,8 @@ def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row
 
 @intrinsic
 def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) -> Any:
-    """Products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart from rows[at] on, as lanes."""
+    """Return products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart, as lanes.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *_, step, E = arguments
@@ -496,8 +507,12 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
 
 
 def _as_it_is(builder: Any, address: Any) -> Any:
-    """An address that the compiler knows nothing about. Else it walks from row to row of A by additions that wait for
-    each other, as long as the arithmetic itself takes with AVX2."""
+    """Return an address that the compiler cannot analyze.
+
+    Otherwise it steps through A's rows with dependent additions, which take as long as the
+    arithmetic with
+    AVX2.
+    """
     whole = builder.ptrtoint(address, ir.IntType(64))
     hidden = builder.asm(
         ir.FunctionType(whole.type, [whole.type]), "", "=r,0", [whole], side_effect=False

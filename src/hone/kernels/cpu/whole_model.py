@@ -1,14 +1,20 @@
-"""A whole small model in one call. A task is a block of tokens that goes through all layers in the cache of a core: no
-thread waits for another, and there is one call instead of some 60.
+"""A whole small model in one call, instead of about 60.
+
+A task is a block of tokens that goes through all layers in the cache of a core, so that no thread
+waits for another.
 
     tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─ head ─►
                          └────────────────────────────────────┴──────────────────────────────────┘
 
-A task has the newest tokens of some sequences, or all that is to be computed of some prompts, in order: a token sees
-what the blocks before it, and its own, have put into the cache. Sequences that decode may take several steps in one
-call: a task draws the tokens of some of its sequences and goes on with them; where one is done, the next takes its
-place. What some sequences need may stay in a core's cache from step to step where that of all would not. Norms,
-products, heads and draws are those of the kernels that go layer by layer.
+A task has the newest tokens of some sequences, or the stretches of some prompts, in order: a token
+sees what its own
+block and those before it have put into the cache. Sequences that decode may take several steps in
+one call: a task
+draws the tokens of some of its sequences and continues with them; when one is done, the next takes
+its place. The data
+of some sequences stays in a core's cache from step to step where that of all would not. Norms,
+products, heads and
+draws are those of the layer-by-layer kernels.
 """
 
 import numpy as np
@@ -54,11 +60,12 @@ def _add(x, D, delta, row, rows):
 
 @inlined
 def _go_on(count, own, left, most, following, end, steps, active, state, table_row, tokens, first):
-    """Puts the newest tokens of the sequences that go on into the table of tokens, from `first` on; returns their
-    number and the sequence that follows.
+    """Put the newest tokens of continuing sequences into the token table from `first` on.
 
-    own, left: slots of the `count` sequences at work and the steps that each has left. One that is done, or has none
-    left, makes room for the next of `active`, up to `end`."""
+    own, left: slots of the `count` current sequences and the steps left for each. A finished one
+    makes room
+    for the next of `active`, up to `end`. Returns the number of tokens and the next sequence.
+    """
     kept = 0
     for i in range(count):
         if left[i] > 0 and get_integer(state, own[i] * FIELDS + DONE) == 0:
@@ -109,8 +116,12 @@ def _block(
     delta,
     query,
 ):
-    """Takes `rows` tokens from `top` on through all layers; returns how many are wanted: their logits are the first
-    rows of `wide`, of V padded, `results` says whose. The rest is room for a block."""
+    """Take `rows` tokens from `top` on through all layers; return how many logits are wanted.
+
+    Their logits are the first rows of `wide`, V padded; `results` says whose. Other arguments are
+    scratch
+    memory for a block.
+    """
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
     for m in range(rows):
         token = get_integer(tokens, (top + m) * COLUMNS + TOKEN)
@@ -229,13 +240,17 @@ def run(
     logprobs,
     capacity,
 ):
-    """Keys and values of all tokens go into the cache; logits x V of those that have a row of `out` go there, if steps
-    is 0. Else each sequence of `active` takes so many steps, until it is done, `window` of a task's at a time; `tokens`
-    is room for what they need.
+    """Run all tasks: write keys and values to the cache, and compute logits or decode steps.
 
-    Task i has the tokens, or sequences, firsts[i] … firsts[i + 1]; tokens x COLUMNS. addresses: layers x ADDRESSES,
-    weights packed (`products.pack`), as is the head. cos, sin: whole tables, positions x E. From `state` on it takes
-    what `decode.draw` takes.
+    If steps is 0, logits x V go to `out` for the tokens that have a row there. Else each sequence
+    of `active`
+    takes up to `steps` steps, `window` sequences of a task at a time; `tokens` is scratch memory.
+
+    Task i has the tokens, or sequences, firsts[i] … firsts[i + 1]; tokens x COLUMNS. addresses:
+    layers x
+    ADDRESSES, weights packed (`products.pack`), as is the head. cos, sin: whole tables, positions x
+    E. From
+    `state` on the arguments are those of `decode.draw`.
     """
     eps, N, padded = _f(eps), (H + 2 * K) * E, _padded(V)
     for task in prange(tasks):

@@ -1,15 +1,19 @@
-"""Kernels for the GPU, in Triton and its language Gluon. Each has a plain-torch twin, beside the function of
-`hone.kernels` that calls it or in tests.
+"""GPU kernels in Triton and its language Gluon, each with a plain-torch reference for tests.
 
-A decode step is 150 to 280 small kernels in a CUDA graph, so what counts is the time between them: each is launched
-with programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs. `wait` stops until
-that kernel is complete and visible, then lets the next one start. Some kernels let the next one start before they wait
-themselves (`wait_beside_next`), so that kernels far behind them may run too. So before its own `wait` a kernel touches
-nothing that its step has written: weights, which are fetched into the L2 cache there, and what stands before a step:
-who decodes, where their tokens are, keys and values of those before the newest.
+A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts: each is
+launched with
+programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs.
+`wait` blocks until that
+kernel is complete and visible, then lets the next one start. Some kernels let the next one start
+before they wait
+(`wait_beside_next`), so that later kernels may run too. So before its own `wait` a kernel touches
+nothing that its step
+has written, only weights, which it prefetches into the L2 cache, and data from before the step: the
+active slots, their
+tokens, and earlier keys and values.
 
-They take half precision. Those of `training.py` and `attention.py` make gradients, for `kernels/gpu_training.py` and
-`kernels/head.py`.
+They take half precision. Those of `training_kernels.py` and `attention.py` compute gradients, for
+`kernels/gpu_training.py` and `kernels/head.py`.
 """
 
 import functools
@@ -46,7 +50,8 @@ MANY_TOKENS, SMALL_WEIGHT = (
 
 @dataclass(frozen=True)
 class Scaled:
-    """The norm of a residual stream x, T x D, as far as the kernel that adds to the stream can make it."""
+    """The partial norm of a residual stream x, T x D, made by the kernel that adds to the stream.
+    """
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
     squares_TP: Tensor  # parts of the sum of x * x over D, fp32
@@ -59,34 +64,34 @@ def _has_kernels(x: Tensor) -> bool:
 
 @functools.cache
 def _copies_to_shared_memory() -> bool:
-    """Whether the GPU can do so beside other work: from Ampere on."""
+    """Return True if the GPU copies to shared memory asynchronously (Ampere and later)."""
     return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def takes(x: Tensor) -> bool:
-    """Whether the Triton kernels take this tensor."""
+    """Return True if the Triton kernels support this tensor."""
     return _has_kernels(x) and not torch.is_grad_enabled()
 
 
 def trains(x: Tensor) -> bool:
-    """Whether the kernels with gradients take this tensor."""
+    """Return True if the kernels with gradients support this tensor."""
     return _has_kernels(x) and torch.is_grad_enabled()
 
 
 def takes_model(weight: Tensor, head_size: int) -> bool:
-    """Whether all that a decode step of such a model does stays on the device."""
+    """Return True if a decode step of this model needs no host work."""
     return _has_kernels(weight) and takes_heads(head_size)
 
 
 @functools.cache
 def has_dependent_launch() -> bool:
-    """Whether kernels can start while the one before them runs: from Hopper on."""
+    """Return True if kernels can start while the one before them runs (Hopper and later)."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 @functools.cache
 def processors() -> int:
-    """Multiprocessors of the GPU."""
+    """Return the number of multiprocessors."""
     return (
         torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
     )
@@ -94,7 +99,8 @@ def processors() -> int:
 
 @functools.cache
 def shared_memory() -> int:
-    """Bytes of its multiprocessor that a block can have (CUDA's guide, by compute capability)."""
+    """Return the bytes of shared memory available to a block (CUDA guide, by compute capability).
+    """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability[0] in (9, 10):
         return 227 * 2**10
@@ -102,64 +108,72 @@ def shared_memory() -> int:
 
 
 def memory_share(width: int, rows: int) -> int | None:
-    """How many percent of a multiprocessor's fast memory are shared memory in a step of few rows, in a model so many
-    numbers wide; the rest is cache. None: as the driver has it. As measured (benchmarks/RESULTS.md): attention's keys
-    and values go through shared memory, products' weights through the cache; both kernels have the same, so that one
-    can start while the other runs."""
+    """Return the percentage of a multiprocessor's fast memory used as shared memory in small decode
+    steps.
+
+    The rest is cache; None leaves it to the driver. Attention reads keys and values through shared
+    memory,
+    products read weights through the cache; both use one percentage, so that one can start while
+    the other
+    runs. As measured (benchmarks/RESULTS.md), by the width of the model.
+    """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
     return 72 if width <= NARROW_WIDTH else 44
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:
-    """How many stages of a tile of half precision, so many rows by so many numbers, there is room for."""
+    """Return how many of the `wanted` stages of a half-precision tile fit into shared memory."""
     room = shared_memory() - 2**14  # for what becomes of a tile
     return min(wanted, room // (2 * rows * inner))
 
 
 def options(warps: int) -> dict[str, int | bool]:
-    """Launch options, and the PDL constant of a kernel."""
+    """Return launch options, and the PDL constant of a kernel."""
     is_early = has_dependent_launch()
     return {"num_warps": warps, "PDL": is_early, **({"launch_pdl": True} if is_early else {})}
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of 2 that is at least n."""
+    """Return the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def takes_heads(head_size: int) -> bool:
-    """Whether attention kernels take heads of this size."""
+    """Return True if attention kernels support heads of this size."""
     return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
 
 
 def trains_heads(head_size: int) -> bool:
-    """Whether attention with gradients takes heads of this size."""
+    """Return True if attention kernels with gradients support heads of this size."""
     return takes_heads(head_size) and head_size <= 128
 
 
 def trains_model(weight: Tensor, head_size: int) -> bool:
-    """Whether all that a step of training such a model does has kernels."""
+    """Return True if kernels cover a whole training step of this model."""
     return _has_kernels(weight) and trains_heads(head_size)
 
 
 def takes_head(hidden_TD: Tensor) -> bool:
-    """Whether tokens can be drawn from these hidden states without their logits in memory."""
+    """Return True if tokens can be drawn from these hidden states without logits in memory."""
     return takes(hidden_TD) and hidden_TD.shape[1] % 64 == 0
 
 
 def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether a product is over so soon that ours, which starts while the kernel before it runs, is the quicker one."""
+    """Return True if a product is so small that Hone's kernel, which starts early, is faster than
+    torch's.
+    """
     is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
     is_small = weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0
     return is_between and is_small and takes(x_TI) and has_dependent_launch()
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Whether products of these rows do what stands around them (`few_row_products.py`): kernels
-    for that would take longer.
+    """Return True if products of these rows fuse the surrounding operations
+    (`few_row_products.py`).
 
-    Hidden states are multiplied by a norm's weight before they are divided by their size: float16 may not hold that.
+    Such products multiply hidden states by a norm's weight before dividing by their size, which may
+    overflow float16.
     """
     columns, inner = weight_OI.shape
     most = 2 * FUSED_TOKENS if min(columns, inner) <= FUSED_WIDTH else FUSED_TOKENS
@@ -173,8 +187,11 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
-    """Into how many parts of its inner dimension a product of few tokens is cut, so that all of the chip has a part,
-    and how many columns a tile then has. As measured (benchmarks/RESULTS.md)."""
+    """Return into how many parts a product of few tokens cuts its inner dimension, and the tile
+    width.
+
+    The parts occupy all multiprocessors. As measured (benchmarks/RESULTS.md).
+    """
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):
         return 1, 64

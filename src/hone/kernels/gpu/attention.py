@@ -1,13 +1,17 @@
-"""Causal attention over sequences that lie end to end, with gradients: flash attention (Dao 2023) for grouped heads.
+"""Causal attention over sequences laid end to end, with gradients: flash attention (Dao 2023) for
+grouped heads.
 
     forward      a tile of queries ─ over the keys before it ─► out, log of the sum of exponentials (base 2)
     backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
                  a tile of queries ─ over the keys before it ─► dq
 
-Every number is summed in one order: the same step gives the same bits. A tile belongs to one sequence; those with most
-to do come first. Sequences may go on after a prefix that lies before them and that others share (`tiles`): their
-queries see its keys too, and its keys are seen by the queries of all of them. Where these are so many that one program
-would go on when all others are done, several have a part of them each, and their sums are added up after.
+Sums have a fixed order: the same step gives the same bits. A tile belongs to one sequence; those
+with most work come
+first. Sequences may continue an earlier prefix that others share (`tiles`): their queries see its
+keys, and its keys
+receive gradients from the queries of all of them. Where these are so many that one program would
+run longer than all
+others, several programs take a part each, and their sums are added afterwards.
 Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
 
@@ -34,7 +38,9 @@ SHARES, LEAST = (
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of int32, whose sequence, from `start` on, may be a group: its queries see the keys of its prefix."""
+    """Rows of int32. The sequence from `start` on may belong to a group, and then also sees its
+    prefix's keys.
+    """
 
     of_queries: Tensor  # start, length of the sequence, index of the tile, start and length of the prefix, 0
     of_keys: Tensor  # start, index of the tile, keys of the sequence, from and to which query, part or -1 for all of it
@@ -44,8 +50,11 @@ class Tiles:
 
 
 def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> Tiles:
-    """Tiles of sequences, rows of start, length, start and length of the prefix, in groups (`groups` has where each
-    starts, and the end): the first of a group is the prefix of its others, which follow it.
+    """Build tiles of sequences, rows of (start, length, prefix start, prefix length).
+
+    `groups` has the start of each group and the end; the first sequence of a group is the prefix of
+    the
+    others.
     """
     starts, lengths, prefixes, prefix_lengths = rows.T
     ends = starts + lengths
@@ -91,8 +100,10 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
 
 @triton.jit
 def attend(logits, scale, v_NE, top, size, sum_ME):
-    """One more tile of keys in a running softmax: its highest logits, the sum of its exponentials, the mixed values.
-    `scale` makes logits those in base 2."""
+    """Add one tile of keys to a running softmax: highest logits, sum of exponentials, mixed values.
+
+    `scale` turns logits into base 2.
+    """
     higher = tl.maximum(top, tl.max(logits, axis=1) * scale)
     p = tl.exp2(tl.fma(logits, scale, -higher[:, None]))
     kept = tl.exp2(top - higher)
@@ -122,10 +133,11 @@ def forward_kernel(
     N: tl.constexpr,
     PREFIX: tl.constexpr,
 ):
-    """Tile of M queries of head h. `scale` is that of the logits in base 2; *_row are strides of tokens.
+    """Compute a tile of M queries of head h. `scale`: to base-2 logits; *_row: strides of tokens.
 
-    Keys come N at a time from position 0 on, whether they are the prefix's or the sequence's own: a query's numbers are
-    those that decoding gives it (`ordered_kernel` in decode.py), to the bit.
+    Keys come N at a time from position 0 on, prefix or own, so that a query's numbers have the bits
+    of
+    decoding (`ordered_kernel` in decode.py).
     """
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
@@ -177,7 +189,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
-    """Sum of out x grad of each head of token t, H x T."""
+    """Compute the sum of out x grad of each head of token t, H x T."""
     t = tl.program_id(0).to(tl.int64)
     n, e = tl.arange(0, N), tl.arange(0, E)[None, :]
     row = (t * H + n)[:, None] * E + e
@@ -210,7 +222,7 @@ def keys_backward_kernel(
     M: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Tile of N keys of key/value head h: dk and dv, over the queries of the tile, M at a time."""
+    """Compute dk and dv of N keys of key/value head h, over the tile's queries, M at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
     start, index, start_at, end = (
@@ -258,7 +270,7 @@ def keys_backward_kernel(
 
 @triton.jit
 def sum_parts_kernel(parts, dk, dv, tiles, root, K: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
-    """dk and dv of a tile of N keys of head h, of the parts that several programs have made."""
+    """Add the parts of dk and dv that several programs computed for N keys of head h."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
     e, n = tl.arange(0, E)[None, :], tl.arange(0, N)[:, None]
@@ -296,7 +308,7 @@ def queries_backward_kernel(
     N: tl.constexpr,
     PREFIX: tl.constexpr,
 ):
-    """Tile of M queries of head h: dq, over the keys up to its own, N at a time."""
+    """Compute dq of M queries of head h, over the keys up to their own, N at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -339,7 +351,9 @@ def queries_backward_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Mixed values T x H x E, and the log sums H x T, of q T x H x E, k and v T x K x E (tokens may be strided)."""
+    """Return mixed values T x H x E and log sums H x T, of q T x H x E, k and v T x K x E (strided
+    tokens).
+    """
     T, H, E = q.shape
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)
     forward_kernel[(len(tiles.of_queries), H)](
@@ -370,7 +384,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tens
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, of that of `out` (contiguous)."""
+    """Return the gradients of q, k and v, from that of `out` (contiguous)."""
     T, H, E = q.shape
     K = k.shape[1]
     inner = torch.empty_like(logsum)

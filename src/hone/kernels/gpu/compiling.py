@@ -1,14 +1,15 @@
-"""Kernels compiled before they are needed, several at once. Triton compiles one at its first launch: 0.3 to 2 s each.
+"""Compile Triton kernels ahead of use, several at once; a first launch takes 0.3 to 2 s each.
 
     with together():          # every launch inside compiles, none runs
-        what will be done     # on memory of the right shapes; the numbers that come out mean nothing
+        rehearsal             # on memory of the right shapes; its results are meaningless
 
-Half of that time is Python's, and threads take turns in it. So what Triton's cache directory lacks is compiled by other
-processes, which leave it there, and by a few threads, until those have started:
+Half of that time holds the GIL. So what Triton's cache directory lacks is compiled by other
+processes, which write to
+the cache, and by a few threads until those have started:
 
     a launch ─► a thread ─► is it in the cache? ─► a process, or the thread itself ─► loaded from the cache
 
-Compiled code stays in the cache, so that all this takes a moment from the second time on, and no process is started.
+Compiled code stays in the cache, so that the second time takes a moment and starts no process.
 """
 
 import contextvars
@@ -42,7 +43,7 @@ log = logging.getLogger("hone")
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Ends when all is compiled. Nothing else may launch kernels meanwhile."""
+    """Context manager that ends once all is compiled. Nothing else may launch kernels meanwhile."""
     if not gpu.IS_AVAILABLE or not torch.cuda.is_available():
         yield
         return
@@ -98,8 +99,10 @@ def together() -> Iterator[None]:
 
 
 class Compilers:
-    """`compile` in place of Triton's own, for many threads at once. Up to `processes` others compile, from the first
-    kernel on that Triton's cache lacks until the end of `with`."""
+    """Replacement for Triton's `compile` that serves many threads and up to `processes` processes.
+
+    Processes start with the first kernel that Triton's cache lacks and end with the `with` block.
+    """
 
     def __init__(self, processes: int) -> None:
         self.wanted, self.lock = processes, threading.Lock()
@@ -171,7 +174,7 @@ class Compilers:
 
 
 def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str, str]) -> bool:
-    """Whether Triton's cache has this kernel."""
+    """Return True if Triton's cache has this kernel."""
     from triton.compiler.compiler import make_backend
     from triton.runtime.cache import get_cache_key, get_cache_manager
 
@@ -184,7 +187,7 @@ def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str,
 
 
 def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
-    """Returns when a process has put the kernel into the cache, or failed to."""
+    """Wait until a process has put the kernel into the cache, or failed to."""
     try:
         to.write(job)
         to.flush()
@@ -194,7 +197,7 @@ def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
 
 
 def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
-    """Compiles what it is asked for, until there is no more."""
+    """Compile requested kernels until there are no more."""
     import triton
 
     while True:

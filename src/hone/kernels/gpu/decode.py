@@ -1,13 +1,17 @@
-"""Attention of one new token a sequence over the pages of the cache.
+"""Decode attention: one new token per sequence over the pages of the cache.
 
     qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ─────────────────► out
-         └─ newest_heads ─► pages that several share (shared_kernel) ─► what is left (decode_kernel) ───────► out
+         └─ newest_heads ─► shared pages (shared_kernel) ─► remaining pages (decode_kernel) ─────► out
 
-A block of `alone_kernel` and `decode_kernel` is one sequence and one k/v head; of `shared_kernel` one stretch of shared
-pages, one k/v head and up to MEMBERS sequences, for which it reads the pages once and leaves results that a block of
-`decode_kernel` ends by adding. Where few long sequences decode, `alone_kernel` divides each among several blocks, by
-the length that it has by then; the block that is done last adds up what they found. Softmax is online (Milakov &
-Gimelshein 2018), in base 2.
+A block of `alone_kernel` and `decode_kernel` handles one sequence and one k/v head. A block of
+`shared_kernel` handles
+one stretch of shared pages, one k/v head and up to MEMBERS sequences, reading the pages once, and
+writes partial
+results that `decode_kernel` adds. Where few long sequences decode, `alone_kernel` divides each
+among several blocks by
+its current length; the last block to finish adds the partial results. Softmax is online (Milakov &
+Gimelshein 2018),
+in base 2.
 """
 
 import math
@@ -52,10 +56,12 @@ def _mix(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Softmax(q k) v of C queries over positions first … L, before division: top C, weight C, acc E x C, each on top of
-    what it is so far; q is E x C.
+    """Accumulate softmax(q k) v of C queries over positions first … L: top C, weight C, acc E x C
+    (undivided).
 
-    Queries are columns: a sequence has few of them for a k/v head, and a matrix product's columns go down to 8.
+    Queries are columns (q is E x C): a sequence has few per k/v head, and a matrix product's
+    columns can be
+    as few as 8.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
     for start in tl.range(first, L, TILE, num_stages=STAGES):
@@ -74,7 +80,7 @@ def _mix(
 
 @triton.jit
 def _nothing(C: tl.constexpr, E: tl.constexpr):
-    """What _mix has before the first token."""
+    """Return the initial state of _mix."""
     return (
         tl.full((C,), -1e30, tl.float32),
         tl.zeros((C,), tl.float32),
@@ -84,7 +90,7 @@ def _nothing(C: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constexpr):
-    """What _mix gives, as rows of partial results for _with_parts."""
+    """Write the state of _mix as rows of partial results for _with_parts."""
     tl.store(part_stats + row * 2, top, inside)
     tl.store(part_stats + row * 2 + 1, weight, inside)
     tl.store(part_acc + row[None, :] * E + tl.arange(0, E)[:, None], acc, inside[None, :])
@@ -102,7 +108,9 @@ def _with_parts(
     PARTS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """What _mix gives, with partial results added that others have put into these `rows`, PARTS x C, if `taken`."""
+    """Return the state of _mix with the partial results of these `rows`, PARTS x C, added if
+    `taken`.
+    """
     s, e = tl.arange(0, PARTS), tl.arange(0, E)[:, None]
     # Not from the L1 cache, which does not know what others have written.
     other_top = tl.load(part_stats + rows * 2, taken, other=-1e30, cache_modifier=".cg")
@@ -147,7 +155,9 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mixed values of batch row b, out B x (H * E): over PARTS stretches that it shares, and its pages after them."""
+    """Compute mixed values of batch row b, out B x (H * E): PARTS shared stretches and its own
+    pages.
+    """
     G: tl.constexpr = H // K
     head, b = (
         tl.program_id(0),
@@ -212,7 +222,8 @@ def shared_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Stretch i: pages stretches[i, 0] … stretches[i, 1] of its members' tables, all full; members[i] R batch rows."""
+    """Process stretch i: full pages stretches[i, 0] … stretches[i, 1] of the batch rows members[i].
+    """
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)
@@ -275,8 +286,13 @@ def ordered_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Mixed values of batch row b, by the steps of training's forward_kernel (`attention.py`): the queries of a
-    k/v head are the rows of a tile of M, and one warp adds up what four add up there for rows of its own."""
+    """Compute mixed values of batch row b in the order of training's forward_kernel
+    (`attention.py`).
+
+    The queries of a k/v head are rows of a tile of M, and one warp adds what four warps add there
+    for their
+    own rows.
+    """
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     m, n, e = tl.arange(0, M), tl.arange(0, N), tl.arange(0, E)[None, :]
@@ -303,7 +319,7 @@ def ordered_kernel(
 
 @dataclass(frozen=True)
 class Shared:
-    """Which pages are read once for several sequences, and where their partial results go."""
+    """Pages that are read once for several sequences, and buffers for their partial results."""
 
     stretches_I2: Tensor  # pages from … to of the members' tables
     members_IR: Tensor  # batch rows, -1 where there are fewer
@@ -344,10 +360,12 @@ def decode(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """Mixed values B x (H * E) of one new token a row, whose keys and values go into the cache: pages x PAGE x K x E.
+    """Return mixed values B x (H * E) of one new token per row, and write its keys and values to
+    the cache.
 
-    is_long: blocks for long sequences. divided: given where several blocks read one, and none is shared. width: numbers
-    of the model's residual stream.
+    keys, values: pages x PAGE x K x E. is_long: use blocks for long sequences. divided: given if
+    several
+    blocks read one sequence and no pages are shared. width: of the residual stream.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:

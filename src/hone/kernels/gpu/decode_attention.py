@@ -1,14 +1,16 @@
-"""Attention of one new token a sequence, which reads all of its pages by itself, keys and values through shared memory.
+"""Decode attention for sequences that read all of their pages themselves, through shared memory.
 
-A block is one sequence and one k/v head, or a part of that. It asks for the first tiles of keys and values while the
-projection to heads is still computed, since only the newest token's come from there. A warp has tokens of its own of
-each tile, so that warps exchange nothing before the end:
+A block handles one sequence and one k/v head, or a part of it. It requests the first tiles of keys
+and values while the
+projection to heads still runs, since only the newest token depends on that. Each warp has its own
+tokens of a tile, so
+warps exchange nothing before the end:
 
     cache ────────► STAGES tiles in shared memory ─┐
-    wait ──► qkv ─► norm, rope ─► queries ─────────┴─► softmax, a warp ─► shared memory ─► added up ─► out
-                      └─► newest key and value ─► cache, and added up with what the warps have found
+    wait ──► qkv ─► norm, rope ─► queries ─────────┴─► softmax per warp ─► shared memory ─► summed ─► out
+                      └─► newest key and value ─► cache, and added to the warps' results
 
-This is Gluon, Triton's language in which the kernel says which thread has which numbers.
+Written in Gluon, Triton's language in which the kernel assigns numbers to threads.
 """
 
 import math
@@ -50,7 +52,7 @@ def _ask(
     WARPS: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Keys and values of positions first …, before `end`, are on their way; zeros for others."""
+    """Start loading keys and values of positions first … end, zeros beyond."""
     gl.static_assert(PAGE % TOKENS == 0, "what a warp has of a tile lies in one page")
     LANES: gl.constexpr = min(E // VECTOR, 32)
     of_copies: gl.constexpr = gl.BlockedLayout(
@@ -68,7 +70,7 @@ def _ask(
 
 @gluon.jit
 def _repeated(x, times: gl.constexpr):
-    """All rows of x, so many times, which is a power of 2."""
+    """Return all rows of x `times` times, a power of 2."""
     if times > 1:
         twice = gl.reshape(gl.permute(gl.join(x, x), [2, 0, 1]), [2 * x.shape[0], x.shape[1]])
         rows = _repeated(twice, times // 2)
@@ -79,7 +81,7 @@ def _repeated(x, times: gl.constexpr):
 
 @gluon.jit
 def _first_rows(x, C: gl.constexpr):
-    """The first C of all or twice as many rows, in the middle of three dimensions."""
+    """Return the first C of all or twice as many rows, in the middle of three dimensions."""
     if x.shape[1] > C:
         rows, _ = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, C, x.shape[2]]), [0, 2, 3, 1]))
     else:
@@ -89,8 +91,7 @@ def _first_rows(x, C: gl.constexpr):
 
 @gluon.jit
 def _turned(half, other_half, own, other, eps, E: gl.constexpr, NORM: gl.constexpr):
-    """Heads, rows of E, normalised, and the sum of them times `own` and their other halves times `other`, which scale
-    and rotate them."""
+    """Normalize, scale and rotate heads (rows of E): x * own + other_half * other."""
     x, y = half.to(gl.float32), other_half.to(gl.float32)
     if NORM:
         rstd = gl.rsqrt(gl.sum(x * x, axis=1) / E + eps)[:, None]
@@ -130,9 +131,15 @@ def alone_kernel(
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Mixed values of the new token of batch row b, out B x (H * E), whose k and v go into the cache. A block has one
-    of PARTS stretches of the sequence, the last one has the new token, too. C: power of 2 that has room for the queries
-    of a k/v head. `arrived` counts the blocks that are done; it is left at 0. SHARE: see `set_memory_share`."""
+    """Compute mixed values of the new token of batch row b, out B x (H * E); its k and v go into
+    the cache.
+
+    A block handles one of PARTS stretches of the sequence; the last one includes the new token. C:
+    a power
+    of 2 that fits the queries of a k/v head. `arrived` counts finished blocks and is reset to 0.
+    SHARE: see
+    `set_memory_share`.
+    """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
     COLUMNS: gl.constexpr = max(C, FEWEST)
@@ -313,7 +320,7 @@ def alone_kernel(
 
 @gluon.jit
 def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
-    """Top and weight C, sum E x C of P results and of another one."""
+    """Merge P results with another one: top and weight C, sum E x C."""
     of_tops: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_PEC.type.layout))
     best_C = gl.maximum(gl.convert_layout(gl.max(tops_PC, axis=0), of_tops, True), top_C)
     in_stats: gl.constexpr = gl.SliceLayout(0, tops_PC.type.layout)
@@ -327,7 +334,7 @@ def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
 
 
 class Blocks(NamedTuple):
-    """How alone_kernel is cut: a warp has TOKENS of each tile."""
+    """Tile sizes of alone_kernel: a warp has TOKENS of each tile."""
 
     WARPS: int
     STAGES: int
@@ -339,15 +346,21 @@ TALL = Blocks(4, 2, TOKENS=32)  # for one block a multiprocessor, of sequences t
 
 
 def matters_length(*shape: int) -> bool:
-    """Whether blocks of this shape (see `blocks_of`) are cut otherwise for long sequences than for short ones."""
+    """Return True if blocks of this shape (see `blocks_of`) differ between long and short
+    sequences.
+    """
     return blocks_of(*shape, False) != blocks_of(*shape, True)
 
 
 def blocks_of(
     blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool
 ) -> Blocks:
-    """For so many blocks and sequences (`rows`), so many queries of a k/v head, in a model so many numbers wide;
-    is_long: where that matters, for long sequences. As measured (benchmarks/RESULTS.md)."""
+    """Return tile sizes for this number of blocks and sequences (`rows`), as measured
+    (benchmarks/RESULTS.md).
+
+    `queries`: per k/v head; `width`: of the model; `is_long`: for long sequences, where that
+    matters.
+    """
     per_processor = blocks / gpu.processors()
     if queries > MOST_QUERIES:
         cut = Blocks(1, 2)  # the sums of several warps would not fit into shared memory
@@ -369,14 +382,15 @@ def blocks_of(
 
 
 def _fitting(cut: Blocks, head_size: int) -> Blocks:
-    """With no more stages than shared memory has room for."""
+    """Return the tile sizes with as many stages as shared memory holds."""
     return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
 
 
 @dataclass(frozen=True)
 class Divided:
-    """How many blocks read a sequence, of a k/v head each, and for every row and k/v head how many of them are done,
-    which is none before and after a kernel."""
+    """Number of blocks per sequence and k/v head, and how many have finished, which is 0 between
+    kernels.
+    """
 
     parts: int
     arrived: Tensor
@@ -399,7 +413,7 @@ def attend_alone(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """`decode.decode` where each sequence reads its pages by itself."""
+    """Do the work of `decode.decode` where each sequence reads its pages by itself."""
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out, C = qkv.new_empty(B, H * E), power_of_2(H // K)

@@ -1,14 +1,17 @@
-"""y = x W^T for few rows of x: threads hold weights before x is there.
+"""y = x W^T for few rows of x: threads load weights before x is available.
 
-A step of few sequences is a chain of kernels that each need what the one before made, and weights. So a kernel starts
-while the one before it runs, asks for its first weights, and only then waits. Weights and rows go straight into the
-registers from which the matrix units take them. A warp has stretches of the inner dimension of its own, so that warps
-exchange nothing before all is multiplied:
+A step of few sequences is a chain of kernels that each need the previous result, and weights. So a
+kernel starts while
+the one before it runs, requests its first weights, and only then waits. Weights and rows go
+straight into the registers
+of the matrix units. Each warp has its own stretches of the inner dimension, so warps exchange
+nothing before all is
+multiplied:
 
     weights ──────► registers ─┐
-    wait ──► rows ─► registers ┴─► a sum of products a warp ─► shared memory ─► added up ─► what comes after a product
+    wait ──► rows ─► registers ┴─► partial sums per warp ─► shared memory ─► summed ─► epilogue
 
-This is Gluon, Triton's language in which the kernel says which thread has which numbers.
+Written in Gluon, Triton's language in which the kernel assigns numbers to threads.
 """
 
 import math
@@ -31,7 +34,7 @@ VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 
 @triton.jit
 def _fetched(at, step, there, FIRST: gl.constexpr, END: gl.constexpr):
-    """Tiles FIRST … END, each `step` numbers after the one before, all asked for at once. `there`: None for all."""
+    """Start loading tiles FIRST … END, `step` numbers apart. `there`: a mask, None for all."""
     other: gl.constexpr = None if there is None else 0.0
     found = (gl.load(at + FIRST * step, there, other),)
     for c in gl.static_range(FIRST + 1, END):
@@ -69,16 +72,21 @@ def held_kernel(
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Tile (m, n), R x BN, of x M x K times w N x K transposed. K is COUNT times WARPS stretches of BK. A warp has
-    asked for HELD of its COUNT before the kernel before has ended, and asks for AHEAD of x as soon as it has. Around
-    the product, in this order:
+    """Compute tile (m, n), R x BN, of x M x K times w N x K transposed, and the operations around
+    it.
 
-    SQUARES   x is that of a `Scaled`: division by its root mean square, of P sums of squares a row (SQUARES: room for)
-    bias
-    SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
-    ONTO      residual M x N is added, and the `Scaled` of the result is made as well
+    K is COUNT times WARPS stretches of BK. A warp requests HELD of its COUNT before the previous
+    kernel
+    ends, and AHEAD of x right after. Around the product, in this order:
 
-    w is the left side of the product on the chip, whose rows are 16 at least, and x the right one, with 8 at least.
+        SQUARES   x is that of a `Scaled`: divide by its root mean square, of P sums of squares per row
+        bias
+        SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
+        ONTO      add residual M x N, and make the `Scaled` of the result
+
+    w is the left side of the product on the chip, with at least 16 rows, and x the right one, with
+    at
+    least 8.
     """
     gl.static_assert(
         BK % (4 * VECTOR) == 0,
@@ -170,7 +178,7 @@ def held_kernel(
 
 
 class Held(NamedTuple):
-    """How held_kernel is cut."""
+    """Tile sizes of held_kernel."""
 
     R: int
     BN: int
@@ -181,7 +189,7 @@ class Held(NamedTuple):
     maxnreg: int | None = None
 
     def constants(self, inner: int) -> dict[str, int | None]:
-        """What held_kernel takes for an inner size."""
+        """Return the constants of held_kernel for an inner size."""
         count = inner // (self.WARPS * self.BK)
         return {
             **self._asdict(),
@@ -242,8 +250,10 @@ WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, BROAD_WIDTH: BROAD,
 
 
 def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Held:
-    """For up to 32 rows and at least 16 columns; is_of_heads: attention comes after the product. `inner` is a multiple
-    of 64."""
+    """Return tile sizes for up to 32 rows and at least 16 columns. `inner` is a multiple of 64.
+
+    `is_of_heads`: attention follows the product.
+    """
     tiles = next(found for most, found in WIDTHS.items() if min(columns, inner) <= most)
     tile = tiles[min(most for most in tiles if rows <= most)][
         0 if is_of_heads else 1 if is_swiglu else 2
@@ -259,7 +269,9 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """x W^T + b of a norm x, T x O; is_swiglu: silu(g) * u where that is g and u. For what `gpu.is_few` accepts."""
+    """Return x W^T + b of a norm x, T x O; with `is_swiglu` silu(g) * u. For what `gpu.is_few`
+    accepts.
+    """
     return _product(normed, weight, bias, is_swiglu)[0]
 
 
@@ -271,7 +283,10 @@ def few_onto(
     norm: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Scaled | None]:
-    """residual + x W^T + b, T x O, and its norm where there is the weight of one. For what `gpu.is_few` accepts."""
+    """Return residual + x W^T + b, T x O, and its norm if a norm's weight is given.
+
+    For what `gpu.is_few` accepts.
+    """
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
     out, made = _product(x, weight, bias, onto=(residual, weight if norm is None else norm, eps))
     return out, None if norm is None else made
@@ -284,7 +299,8 @@ def _product(
     is_swiglu: bool = False,
     onto: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Scaled | None]:
-    """`onto`: a residual stream, and weight and epsilon of the norm after it."""
+    """Launch held_kernel. `onto`: a residual stream, and weight and epsilon of the norm after it.
+    """
     squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)

@@ -1,4 +1,4 @@
-"""Fingerprints of all weights, or of some while others are still to come: memory is read once."""
+"""Fingerprints of all weights, or of those that are ready, reading memory once."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,8 +25,10 @@ def weighed(word, factor):
 def fingerprint_kernel(
     stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One stretch of one tensor, in whose place of `found` it is added up.
-    stretches: rows (`kernels/fingerprint_tables.py`)."""
+    """Sum one stretch of one tensor into its place of `found`.
+
+    stretches: rows (`kernels/fingerprint_tables.py`).
+    """
     row = stretches + COLUMNS * tl.program_id(0)
     words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(
         0, BLOCK

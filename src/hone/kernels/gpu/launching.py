@@ -1,4 +1,4 @@
-"""What kernels of a chain have in common: waiting for the kernel before, fetching ahead."""
+"""Helpers of chained kernels: waiting for the previous kernel and prefetching."""
 
 import ctypes
 from contextlib import suppress
@@ -20,8 +20,10 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_beside_next(PDL: tl.constexpr):
-    """`wait`, where the next kernel touches nothing before its own `wait` that the step has written: it starts at once,
-    and fetches what it needs of weights or of the cache meanwhile."""
+    """Wait, but let the next kernel start at once and prefetch weights or cache entries.
+
+    For kernels after which the next one touches nothing of this step before its own `wait`.
+    """
     let_next_start(PDL)
     wait_only(PDL)
 
@@ -40,8 +42,11 @@ def wait_only(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(rows, size, LINES: tl.constexpr):
-    """Asks for the first LINES x 128 bytes of rows of `size` numbers in half precision to be brought into the L2 cache;
-    `rows`: the addresses of their starts, a column."""
+    """Prefetch the first LINES x 128 bytes of half-precision rows of `size` numbers into the L2
+    cache.
+
+    `rows`: a column of the rows' addresses.
+    """
     address = rows + tl.minimum(tl.arange(0, LINES) * 64, size - 1)[None, :]
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0",
@@ -54,11 +59,13 @@ def prefetch(rows, size, LINES: tl.constexpr):
 
 
 def set_memory_share(kernel, percent):
-    """From its next launch on, so many percent of a multiprocessor's fast memory are shared memory where this compiled
-    kernel runs, and the rest is cache. None: as the driver has it. Call it with one and the same number for a kernel:
-    kernels that should differ in it have a constant SHARE.
+    """Set the percentage of fast memory used as shared memory for a compiled kernel's next
+    launches.
 
-    A kernel that wants another division than the one before it begins when that one has ended."""
+    None leaves it to the driver. Use one number per kernel: kernels that should differ have a
+    constant
+    SHARE. A kernel with another percentage than the previous one starts only when that has ended.
+    """
     # There is no function before it is loaded; `getattr` would wait until it is compiled.
     function = None if kernel is None else vars(kernel).get("function")
     if percent is None or function is None or function in _told:

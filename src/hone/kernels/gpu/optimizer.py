@@ -1,9 +1,10 @@
-"""AdamW in one pass: what it reads and writes once is all that goes through memory.
+"""AdamW in a single pass over memory.
 
-Masters and moments that stand in the machine's memory come to the GPU in portions, each to one of a few rooms with a
-stream of its own, so that one arrives while another is updated and a third one leaves:
+Masters and moments in host memory come to the GPU in portions, each to one of a few buffers with
+its own stream, so
+that one arrives while another is updated and a third leaves:
 
-    machine ── copy ─► room ── adamw_kernel, with the gradient ─► room, and the weight ── copy ─► machine
+    host ── copy ─► buffer ── adamw_kernel, with the gradient ─► buffer, and the weight ── copy ─► host
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @triton.jit
 def at_random(x, draws):
-    """x as bfloat16 rounded up or down, by 16 random bits."""
+    """Round x to bfloat16 up or down by 16 random bits."""
     bits = x.to(tl.uint32, bitcast=True) + (draws & 0xFFFF)
     return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
 
@@ -51,9 +52,12 @@ def adamw_kernel(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of one portion of a tensor. blocks P x 2: which portion, and its number in it; tensors N x 8: addresses
-    of a portion, how many numbers it has, of which tensor, and how many of that stand before it. size: learning rate
-    over the first moment's correction."""
+    """Update one block of one portion of a tensor.
+
+    blocks P x 2: portion and block number; tensors N x 8: addresses of a portion, its length, its
+    tensor, and
+    its offset in that. size: learning rate over the first moment's correction.
+    """
     i = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     row = tensors + tl.load(blocks + 2 * tl.program_id(0)) * 8
     which = tl.load(row + 6)
@@ -84,9 +88,11 @@ def adamw_kernel(
 
 
 class OptimizerTable:
-    """Where the tensors stand, for one launch that moves all of them: launches of their own take the host longer than
-    the device. Where masters or moments stand in the machine's memory (`kernels/pinned_memory.py`), each
-    portion is a launch."""
+    """Addresses of the tensors, for one launch that updates all; separate launches take the host
+    longer.
+
+    If masters or moments are in host memory (`kernels/pinned_memory.py`), each portion is a launch.
+    """
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:
         weights, masters, first, _ = columns
@@ -116,7 +122,7 @@ class OptimizerTable:
         self.blocks = torch.from_numpy(np.stack([which, number], axis=1)).to(device)
 
     def _put(self, c: int, column: list[Tensor]) -> None:
-        """Column `c`: where the portions of these tensors stand."""
+        """Fill column `c` with the addresses of these tensors' portions."""
         self.rows[:, c] = [
             column[i].data_ptr() + at * column[i].element_size() for i, at, _ in self.portions
         ]
@@ -131,7 +137,7 @@ class OptimizerTable:
         eps: float,
         seed: int,
     ) -> None:
-        """What `Change` says (`kernels/adamw.py`); the draws are others than the twin's."""
+        """Apply a `Change` (`kernels/adamw.py`); random draws differ from the reference's."""
         grads = [
             g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE)
             for g in grads
@@ -171,7 +177,7 @@ class OptimizerTable:
             move(self.blocks)
 
     def _room(self, device: torch.device) -> dict[int, Tensor]:
-        """For one portion of each column that is away."""
+        """Return a buffer for one portion of each column that is in host memory."""
         most = max(count for *_, count in self.portions)
         return {
             c: torch.empty(most, dtype=column[0].dtype, device=device)

@@ -1,10 +1,10 @@
-"""y = x W^T for few rows, more than `few_row_products.py` takes: the weights pass through
-the chip once, so the work is spread over
-their rows and columns.
+"""y = x W^T for more rows than `few_row_products.py` takes: weights pass through the chip once.
 
-short       with SwiGLU or nothing, for small weights: it starts while the kernel before it runs
-parts       of the inner dimension, by as many programs as fill the chip: the quickest for more rows
-in_order    all of it by one program, from the first to the last: the bits that torch's own product has for many rows
+The work is spread over rows and columns.
+
+    short       for small weights, optionally with SwiGLU: starts while the previous kernel runs
+    parts       splits the inner dimension to fill the chip: the fastest for more rows
+    in_order    one program per tile, first to last: the bits of torch's product of many rows
 """
 
 from typing import NamedTuple
@@ -45,11 +45,13 @@ def product_kernel(
     IS_PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s: out[s] M x N. Where there are
-    several splits (IS_PART), some are a step longer than others.
+    """Compute tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s:
+    out[s].
 
-    bias      in split 0
-    SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
+    With several splits (IS_PART), some are a step longer than others.
+
+        bias      in split 0
+        SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
     """
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m, n, k = pid_m * R + tl.arange(0, R), pid_n * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -88,17 +90,19 @@ def product_kernel(
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
-    """Parts S x T x O of x W^T + b, each over a stretch of the inner dimension, in tiles of so many columns."""
+    """Return parts S x T x O of x W^T + b, one per stretch of the inner dimension, in tiles of
+    `width` columns.
+    """
     return _product(x, weight, bias, part_tile(len(x), width, x.shape[1]), splits)
 
 
 def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """x W^T + b, T x O, or silu(g) * u where that is g and u side by side. For what `gpu.is_short` accepts."""
+    """Return x W^T + b, T x O, or silu(g) * u of it. For what `gpu.is_short` accepts."""
     return _product(x, weight, bias, short_tile(len(x), is_swiglu), is_swiglu=is_swiglu)[0]
 
 
 class Tile(NamedTuple):
-    """How product_kernel is cut."""
+    """Tile sizes of product_kernel."""
 
     R: int
     BN: int
@@ -108,7 +112,7 @@ class Tile(NamedTuple):
     num_warps: int = 4
 
     def stages(self, is_swiglu: bool) -> int:
-        """How many of its stages there is room for."""
+        """Return how many of its stages fit."""
         return stages_of(self.STAGES, self.R + self.BN * (1 + is_swiglu), self.BK)
 
 
@@ -173,7 +177,9 @@ def in_order_kernel(
     LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of x M x K times w N x K transposed. GROUP tiles of rows go over the same columns side by side."""
+    """Compute a tile of x M x K times w N x K transposed. GROUP tiles of rows share columns side by
+    side.
+    """
     tiles_m, tiles_n, pid = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(0)
     band = pid // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - band * GROUP, GROUP)
@@ -195,7 +201,9 @@ def in_order_kernel(
 
 
 def in_order(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """x W^T, M x N. The inner size is a multiple of 16. How it is cut into tiles changes no bit."""
+    """Return x W^T, M x N, whose bits do not depend on tile sizes. The inner size is a multiple of
+    16.
+    """
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)
     out = x.new_empty(M, N, dtype=dtype)

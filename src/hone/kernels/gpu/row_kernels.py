@@ -1,4 +1,4 @@
-"""Embedding, residual + RMS norm, SwiGLU, and the heads of a projection: one block a row."""
+"""Embedding, residual + RMS norm, SwiGLU, and the heads of a projection: one block per row."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ LAST = tl.constexpr(row_state.LAST)
 
 @triton.jit
 def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Row of `embed` V x D of the newest token of the sequence active[b]."""
+    """Copy the row of `embed` V x D of the newest token of sequence active[b]."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     wait(
@@ -26,7 +26,7 @@ def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, 
 
 
 def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
-    """Embeddings B x D of the newest token of each active sequence."""
+    """Return embeddings B x D of the newest token of each active sequence."""
     B, D = len(active), embed.shape[1]
     out = embed.new_empty(B, D)
     newest_embeddings_kernel[(B,)](embed, active, state, out, D, BLOCK=power_of_2(D), **options(4))
@@ -47,7 +47,8 @@ def add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """total = x + sum of the PARTS parts of delta, out = total / rms(total) * weight, of row t of T x D."""
+    """Compute total = x + sum of PARTS parts of delta, out = total / rms(total) * weight, of row t.
+    """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -68,7 +69,7 @@ def add_norm_kernel(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`kernels/norm.py`: delta T x D, or S x T x D parts of it."""
+    """Do the work of `kernels/norm.py` for delta T x D, or S x T x D parts of it."""
     T, D = x.shape
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -94,7 +95,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @triton.jit
 def gated(gate, up):
-    """silu(gate) * up, rounded to their type after each of the two."""
+    """Return silu(gate) * up, rounded to their type after each step."""
     exact = gate.to(tl.float32)
     return (exact / (1.0 + tl.exp(-exact))).to(gate.dtype) * up
 
@@ -113,7 +114,7 @@ def finished(
     SWIGLU: tl.constexpr,
     ONTO: tl.constexpr,
 ):
-    """What `held_kernel` says comes after a product; what a flag does not ask for may be anything."""
+    """Apply the epilogue of `held_kernel`; arguments of unset flags are ignored."""
     if SQUARES:
         acc *= rstd
         if SWIGLU:
@@ -132,7 +133,7 @@ def finished(
 
 @triton.jit
 def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """silu of the first half of gate_up's row t (T x 2F) times the second."""
+    """Compute silu of the first half of gate_up's row t (T x 2F) times the second."""
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
@@ -181,10 +182,12 @@ def heads_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads of token t of a projection T x (H + 2K) x E, normalised and rotated: q, and k and v in the cache.
+    """Normalize and rotate the heads of token t of a projection T x (H + 2K) x E; write k and v to
+    the cache.
 
-    PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Else token t is the newest one of the
-    sequence active[t], whose row of state and table say where it stands.
+    PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Otherwise token t
+    is the
+    newest of sequence active[t], whose rows of state and table give its place.
     """
     t = tl.program_id(0).to(tl.int64)
     if PAGE:
@@ -247,7 +250,9 @@ def heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a projection T x (H + 2K) x E; k and v also in the cells given, of keys and values … x K x E."""
+    """Return q, k and v of a projection T x (H + 2K) x E; write k and v to the given cells (… x K x
+    E).
+    """
     T, N, E = qkv.shape
     K = (N - H) // 2
     qkv = qkv.contiguous()
@@ -295,7 +300,9 @@ def newest_heads(
     eps: float,
     H: int,
 ) -> Tensor:
-    """q of the newest token of each active sequence, whose k and v go into its pages: keys, values … x PAGE x K x E."""
+    """Return q of each active sequence's newest token; write k and v to its pages (… x PAGE x K x
+    E).
+    """
     B, N, E = qkv.shape
     K = (N - H) // 2
     qkv = qkv.contiguous()
@@ -332,7 +339,7 @@ def newest_heads(
 def head_scales(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], bool]:
-    """What kernels take as scales, and whether they are to norm."""
+    """Return the scales that kernels take, and whether they normalize."""
     if q_scale is None or k_scale is None:
         return (qkv, qkv), False
     return (q_scale, k_scale), True

@@ -1,10 +1,11 @@
-"""The draw of the next token, its logprob, the stop test and the row's bookkeeping: one block a row.
+"""Draw the next token, with logprob, stop test and bookkeeping: one block per row.
 
     logits ─ stretch_kernel ─┬─► maximum and sum of exponentials of ─ sample_kernel ─► token, logprob, state
     hidden ─ head_kernel ────┘   every stretch of the vocabulary
 
-The uniform number says which stretch the token is in, and only that one is looked at again. From hidden states the
-logits never go through memory: those of the one stretch are computed once more.
+The uniform number selects the token's stretch, and only that is read again. From hidden states the
+logits never pass
+through memory: those of the selected stretch are computed again.
 """
 
 import torch
@@ -38,7 +39,7 @@ LOGPROB_TEMPERATURE = tl.constexpr(row_state.LOGPROB_TEMPERATURE)
 
 @triton.jit
 def _mix(z):
-    """splitmix64's finaliser (Steele et al. 2014), on uint64."""
+    """Apply splitmix64's finalizer (Steele et al. 2014), on uint64."""
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
     return z ^ (z >> 31)
@@ -46,14 +47,16 @@ def _mix(z):
 
 @triton.jit
 def uniform(seed, counter):
-    """Number `counter` (from 0) of the stream `seed`, in [0, 1), float64: see engine/token_sampler.py."""
+    """Return number `counter` (from 0) of stream `seed`, in [0, 1), float64: see
+    engine/token_sampler.py.
+    """
     state = _mix(seed.to(tl.uint64)) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(state) >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
 
 
 @triton.jit
 def _inverse_temperature(parameters, slot):
-    """1 / T of the draw and of the logprob, 1 where greedy, and whether it is greedy."""
+    """Return 1 / T of the draw and of the logprob (1 if greedy), and whether it is greedy."""
     T = tl.load(parameters + slot * PARAMETERS + TEMPERATURE)
     greedy = T < 1e-5
     T = tl.where(greedy, 1.0, T)
@@ -74,8 +77,11 @@ def stretch_kernel(
     STRETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Maximum and sum of exponentials of stretch s of row b, logits B x V: stats B x 4 x STRETCHES, the last two of
-    `plain`. FILTERED: of the logits of at least threshold[b]."""
+    """Compute maximum and sum of exponentials of stretch s of row b, logits B x V.
+
+    stats: B x 4 x STRETCHES, the last two for `plain`. FILTERED: only logits of at least
+    threshold[b].
+    """
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = s * C + tl.arange(0, C)
     wait(PDL)
@@ -112,7 +118,9 @@ def head_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """What stretch_kernel gives, of the logits x M x D times weight V x D transposed, in stretches of C."""
+    """Compute the results of stretch_kernel from x M x D times weight V x D transposed, in
+    stretches of C.
+    """
     m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BK)
     rows, there = x + m[:, None].to(tl.int64) * D + k[None, :], (m < M)[:, None]
@@ -137,7 +145,7 @@ def head_kernel(
 
 @triton.jit
 def _logits(x, weight, first, V, D: tl.constexpr, BK: tl.constexpr, C: tl.constexpr):
-    """C logits from token `first` on, of one row of hidden states."""
+    """Return C logits from token `first` on, of one row of hidden states."""
     v, k = first + tl.arange(0, C), tl.arange(0, BK)
     columns = weight + (v % V)[:, None].to(tl.int64) * D + k[None, :]
     acc = tl.zeros((C, BK), tl.float32)
@@ -148,7 +156,7 @@ def _logits(x, weight, first, V, D: tl.constexpr, BK: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _total(tops, sums):
-    """The largest maximum, and the shares of the stretches relative to it, float64."""
+    """Return the largest maximum, and the stretches' shares relative to it, float64."""
     top = tl.max(tops)
     return top, sums.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
 
@@ -176,10 +184,12 @@ def sample_kernel(
     D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Draws the token of batch row b and notes it in the row's state (`kernels/row_state.py`).
+    """Draw the token of batch row b and store it in the row's state (`kernels/row_state.py`).
 
-    The logprob is that of `plain` B x V where FILTERED. advance: 1 where this step stored the last token's keys, 0
-    after a prefill. D not 0: `logits` are hidden states B x D, `plain` the weight V x D that makes logits of them.
+    With FILTERED the logprob is that of `plain` B x V. advance: 1 if this step stored the last
+    token's keys,
+    0 after a prefill. If D is not 0, `logits` are hidden states B x D and `plain` the head's weight
+    V x D.
     """
     b = tl.program_id(0).to(tl.int64)
     i, s = tl.arange(0, C), tl.arange(0, STRETCHES)
@@ -257,7 +267,7 @@ def draw(
     logprobs: Tensor,
     advance: bool,
 ) -> None:
-    """`engine/token_sampler.py`: draws a token for every active row that is not done, and notes it."""
+    """Draw a token for every active row that is not done, as `engine/token_sampler.py` does."""
     B, V = logits.shape
     count = -(-V // STRETCH)
     stats = logits.new_empty(B, 4, power_of_2(count))
@@ -297,7 +307,9 @@ def draw_from_hidden(
     logprobs: Tensor,
     advance: bool,
 ) -> None:
-    """`draw` without filters from hidden states B x D, D a multiple of 64, and the head's weight V x D."""
+    """Draw without filters from hidden states B x D (D a multiple of 64) and the head's weight V x
+    D.
+    """
     hidden = hidden.contiguous()
     (B, D), V = hidden.shape, len(weight)
     stats = torch.empty(B, 4, power_of_2(-(-V // CELL)), device=hidden.device)
@@ -342,7 +354,8 @@ def draw_from_hidden(
 
 
 def head_tile(rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Words and inner size of a tile of head_kernel, stages and warps, as measured (benchmarks/RESULTS.md)."""
+    """Return head_kernel's tile of words and inner size, stages and warps (benchmarks/RESULTS.md).
+    """
     if rows <= 32 and inner % 128 == 0 and has_dependent_launch():
         return 64, 128, 5, 4
     return 256 if rows > 128 and has_dependent_launch() else 128, 64, 3, 8

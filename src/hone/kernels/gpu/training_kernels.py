@@ -1,6 +1,8 @@
-"""Norm, heads and SwiGLU of a training step, forward and back. The gradients compute once more what was not kept.
+"""Norm, heads and SwiGLU of a training step, forward and backward; gradients recompute what was not
+kept.
 
-Sums over all rows (the gradients of scales) are made of one partial sum a program: each goes over rows of its own.
+Sums over all rows (gradients of scales) are made of one partial sum per program, each over its own
+rows.
 """
 
 import torch
@@ -16,7 +18,7 @@ PROGRAMS = 4  # a multiprocessor, of kernels whose programs go over many rows
 # The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
 @triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(parts, out, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Columns of parts P x D, added up in one order."""
+    """Add columns of parts P x D in a fixed order."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     p = tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -27,7 +29,7 @@ def sum_parts_kernel(parts, out, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """parts P x … added up over P. torch's own sum takes thirty times as long for a tall one."""
+    """Return parts P x … summed over P, thirty times faster than torch's sum for tall inputs."""
     out = torch.empty_like(parts[0], dtype=dtype)
     D = out.numel()
     sum_parts_kernel[(-(-D // 32),)](parts, out, len(parts), D, ROWS=64, BLOCK=32, num_warps=4)
@@ -50,7 +52,9 @@ def norm_backward_kernel(
     WITH_NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of rows of T x D: the norm once more, the gradient of its input, and this program's part of the scale's."""
+    """Recompute the norm of rows of T x D, and its input's and this program's part of the scale's
+    gradient.
+    """
     d = tl.arange(0, BLOCK)
     inside = d < D
     scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
@@ -82,7 +86,8 @@ def norm_backward(
     eps: float,
     with_normed: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """The normed rows if asked for, the gradient of `total` (T x D) and of the scale, of a norm's gradient."""
+    """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale.
+    """
     T, D = total.shape
     out = torch.empty_like(total)
     normed = torch.empty_like(total) if with_normed else None
@@ -124,7 +129,7 @@ def rotate_heads_kernel(
     N: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """q and k of token t of a projection T x (H + 2K) x E, normalised and rotated."""
+    """Normalize and rotate q and k of token t of a projection T x (H + 2K) x E."""
     t = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N)[:, None], tl.arange(0, half)[None, :]
@@ -163,7 +168,7 @@ def rotate_heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor]:
-    """q T x H x E and k T x K x E of a projection T x (H + 2K) x E."""
+    """Return q T x H x E and k T x K x E of a projection T x (H + 2K) x E."""
     T, N, E = qkv.shape
     K = (N - H) // 2
     q, k = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E)
@@ -209,7 +214,7 @@ def rotate_heads_backward_kernel(
     N: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """The gradient of whole projections T x (H + 2K) x E, and this program's parts of those of the two scales."""
+    """Compute the gradient of projections T x (H + 2K) x E, and this program's scale gradients."""
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N).to(tl.int64)[:, None], tl.arange(0, half)[None, :]
     is_q, is_k, is_v = n < H, (n >= H) & (n < H + K), (n >= H + K) & (n < H + 2 * K)
@@ -278,7 +283,7 @@ def rotate_heads_backward(
     dv: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of the projection and of the two scales, of those of q, k and v."""
+    """Return the gradients of the projection and of the two scales, from those of q, k and v."""
     T, N, E = qkv.shape
     H = dq.shape[1]
     out = torch.empty_like(qkv)
@@ -314,7 +319,7 @@ def rotate_heads_backward(
 
 @triton.jit
 def swiglu_backward_kernel(gate_up, grad, act, out, F, WITH_ACT: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of gate_up's row t (T x 2F), and SwiGLU of it once more."""
+    """Compute the gradient of gate_up's row t (T x 2F), and recompute its SwiGLU."""
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
@@ -334,7 +339,7 @@ def swiglu_backward_kernel(gate_up, grad, act, out, F, WITH_ACT: tl.constexpr, B
 
 
 def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tensor | None, Tensor]:
-    """SwiGLU once more if asked for, T x F, and the gradient of gate_up, T x 2F."""
+    """Return the recomputed SwiGLU T x F if requested, and the gradient of gate_up, T x 2F."""
     T, F = grad.shape
     out = torch.empty_like(gate_up)
     act = torch.empty_like(grad) if with_act else None
@@ -357,7 +362,8 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tens
 def statistics_kernel(
     logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr
 ):
-    """Of row n of logits N x V: log of the sum of exponentials, logprob of its target, entropy, at its temperature."""
+    """Compute log-sum-exp, target logprob and entropy of row n of logits N x V, at its temperature.
+    """
     n = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperature + n)
     v = tl.arange(0, BLOCK)
@@ -383,7 +389,9 @@ def statistics_kernel(
 def statistics(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """logsumexp, logprob of the target and entropy of each row of logits N x V, fp32, at its temperature."""
+    """Return log-sum-exp, target logprob and entropy of each row of logits N x V, fp32, at its
+    temperature.
+    """
     results = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     logsums, logprobs, entropies = results
     statistics_kernel[(len(logits),)](
@@ -423,7 +431,9 @@ def slope_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The gradient of row n of logits N x V, of those of its target's logprob and of its entropy."""
+    """Compute the gradient of row n of logits N x V, from those of its target's logprob and
+    entropy.
+    """
     n = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = v < V
@@ -446,7 +456,7 @@ def slope(
     entropy_grads: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of logits N x V, in the dtype given."""
+    """Return the gradient of logits N x V, in the dtype given."""
     N, V = logits.shape
     out = logits.new_empty(N, V, dtype=dtype)
     slope_kernel[(N, -(-V // 2048))](

@@ -1,4 +1,6 @@
-"""The families of models, and a Hugging Face `config.json` as the ModelSpec of its family. Imports no torch."""
+"""Model families: parse a Hugging Face `config.json` into the ModelSpec of its family. Imports no
+torch.
+"""
 
 from typing import Any
 
@@ -15,15 +17,16 @@ ELSEWHERE = "; vLLM samples from other models (--backend vllm)"
 
 
 def is_known(config: dict[str, Any]) -> bool:
-    """Whether a `config.json` is of one of Hone's families."""
+    """Return True if a `config.json` belongs to one of Hone's families."""
     return (config.get("architectures") or [""])[0] in FAMILIES
 
 
 def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> ModelSpec:
-    """`config.json` as a ModelSpec.
+    """Parse a `config.json`.
 
-    Raises ValueError for an architecture or an option that the transformer does not implement: a model
-    that would compute something else than its authors meant is refused, not approximated.
+    Raises ValueError for an architecture or option that is not implemented: a model that would
+    compute
+    something else than intended is refused, not approximated.
     """
     architecture = (config.get("architectures") or ["(none named)"])[0]
     if architecture not in FAMILIES:

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: each token goes through a few of many small feed-forward parts, its experts. Imports no torch."""
+"""Qwen3-MoE: each token uses a few of many small feed-forward experts. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -8,7 +8,7 @@ from hone.models.spec import ModelSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen3Moe(ModelSpec):
-    """`intermediate_size` is that of one expert."""
+    """Spec of Qwen3-MoE. `intermediate_size` is that of one expert."""
 
     experts: int
     experts_per_token: int

@@ -1,4 +1,6 @@
-"""Servers by name for `vf-eval -m NAME` and `hone eval run ENV -m NAME`. "default" is asked for every other name."""
+"""Named servers for `vf-eval -m NAME` and `hone eval run ENV -m NAME`; "default" serves other
+names.
+"""
 
 import os
 
