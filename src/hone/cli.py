@@ -1,8 +1,8 @@
 """Entry points: read the configuration, then run the command. Heavy imports come after `--help`.
 
-    sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
-    vf-eval                short flags (evals/arguments.py)
-    hone                   the same as subcommands
+sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
+vf-eval                short flags (evals/arguments.py)
+hone                   the same as subcommands
 """
 
 import errno

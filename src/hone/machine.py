@@ -122,8 +122,7 @@ def keep_to_isa() -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of compute threads: OMP_NUM_THREADS, or the cores of affinity and cgroup.
-    """
+    """Return the number of compute threads: OMP_NUM_THREADS, or the cores of affinity and cgroup."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
     if wanted.isdigit() and int(wanted):
         return int(wanted)

@@ -96,8 +96,7 @@ def _on_interrupt(*_: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when its launcher, HONE_PARENT_PID, is gone; it may be an indirect ancestor.
-    """
+    """End this process when its launcher, HONE_PARENT_PID, is gone; it may be an indirect ancestor."""
     parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
     if not parent:
         return

@@ -1,7 +1,8 @@
-"""Call code of users (rewards, tools, environments, callbacks) so that it cannot end the process.
+"""Call users' code (rewards, tools, environments, callbacks) without letting it end the process.
 
-`exit()` raises SystemExit, which is no Exception: asyncio hands it on to whoever runs the loop, and a command would end
-with exit code 0 in the middle of its work. In `CONTAINED` it becomes an error like any other that the code raises.
+`exit()` raises SystemExit, which is no Exception: asyncio passes it to the loop's runner, and a
+command would end with
+exit code 0 in the middle of its work. In `CONTAINED` it becomes an ordinary error.
 """
 
 from asyncio import CancelledError
@@ -10,11 +11,13 @@ from hone import preemption
 
 
 class ExitInUserCode(RuntimeError):
-    """Code of a user's wanted to end the process."""
+    """User code tried to end the process."""
 
 
 class _Contained:
-    """Turn what is no Exception into ExitInUserCode, but for a cancelled task and a real Ctrl-C."""
+    """Convert exceptions that are no Exception to ExitInUserCode, except cancellation and a real
+    Ctrl-C.
+    """
 
     def __enter__(self) -> None:
         return None

@@ -34,8 +34,7 @@ PAIRS = 60  # of conversations that are compared
 
 
 def spoken_text(message: Message) -> str:
-    """Return a message's text, with its tool calls as the template writes them, without their tags.
-    """
+    """Return a message's text, with its tool calls as the template writes them, without their tags."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     written = [
         json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls

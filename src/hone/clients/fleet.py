@@ -168,8 +168,7 @@ class Fleet:
             self._start_task(self._revive_server(server, why))
 
     async def watch_servers(self) -> None:
-        """Poll the servers: detect those that no longer answer, and update the load of the others.
-        """
+        """Poll the servers: detect those that no longer answer, and update the load of the others."""
         await asyncio.gather(
             self._for_each_server(self._is_there), self._for_each_server(self._poll_progress)
         )

@@ -286,8 +286,7 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling fields of a request: the standard ones, and others that are not defaults.
-    """
+    """Return the sampling fields of a request: the standard ones, and others that are not defaults."""
     given = asdict(sampling)
     always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
     given["logit_bias"], default["logit_bias"] = dict(sampling.logit_bias), {}
@@ -310,8 +309,7 @@ def serve_command(model: str) -> str:
 
 
 def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
-    """Return a client for each configured server. Raises ValueError if the key variable is not set.
-    """
+    """Return a client for each configured server. Raises ValueError if the key variable is not set."""
     key = None
     if config.api_key_var:
         key = os.environ.get(config.api_key_var, "").strip()
@@ -336,8 +334,7 @@ def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
 
 
 def _describe_error(error: httpx.HTTPError) -> str:
-    """Return a message for an error; a request error only by type, since its text may hold the key.
-    """
+    """Return a message for an error; a request error only by type, since its text may hold the key."""
     name = type(error).__name__
     return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"
 

@@ -135,8 +135,7 @@ def load_config(cls: type[C], argv: list[str]) -> C:
 def validate_values(
     cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None
 ) -> C:
-    """Validate values. Raises ConfigError. `origins` maps dotted keys to the source of their value.
-    """
+    """Validate values. Raises ConfigError. `origins` maps dotted keys to the source of their value."""
     try:
         return cls.model_validate(values)
     except ValidationError as error:
@@ -342,8 +341,7 @@ def parse_untyped(value: Any) -> Any:
 
 
 def _parse_scalar(text: str) -> Any:
-    """Parse a command-line value: `None`, JSON lists and objects. Other text is typed by its key.
-    """
+    """Parse a command-line value: `None`, JSON lists and objects. Other text is typed by its key."""
     if text == "None":
         return None
     if text[:1] in "[{":

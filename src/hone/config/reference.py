@@ -1,5 +1,4 @@
-"""Print the reference page of all keys: `python -m hone.config.reference > docs/configuration.md`.
-"""
+"""Print the reference page of all keys: `python -m hone.config.reference > docs/configuration.md`."""
 
 from hone.config.command_table import COMMANDS, import_object
 from hone.config.help import reference_table

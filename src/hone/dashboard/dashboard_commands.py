@@ -1,5 +1,4 @@
-"""`hone dashboard`, `hone doctor` and `hone plot`: inspect runs in a browser, terminal or picture.
-"""
+"""`hone dashboard`, `hone doctor` and `hone plot`: inspect runs in a browser, terminal or picture."""
 
 import argparse
 import contextlib

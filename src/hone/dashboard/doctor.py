@@ -158,8 +158,7 @@ def template(facts: RunFacts) -> Finding | None:
 
 
 def odd_prompt(index: Index) -> str:
-    """Return what is unusual about the first prompt's tokens, judged by the run's tokenizer, or "".
-    """
+    """Return what is unusual about the first prompt's tokens, judged by the run's tokenizer, or ""."""
     rows = index.find_rollouts({}, "step", False, 1, 0)["rows"]
     found = index.read_rollout(rows[0]["id"]) if rows else None
     turns = (found or {}).get("turns") or [{}]

@@ -143,8 +143,7 @@ class Index:
         return True
 
     def _take_metrics(self, connection: sqlite3.Connection) -> None:
-        """Index metrics from the last offset, or from the start if the file was rewritten (resume).
-        """
+        """Index metrics from the last offset, or from the start if the file was rewritten (resume)."""
         file = self.run.metrics_file
         if not is_below(self.root, file):
             return

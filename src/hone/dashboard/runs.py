@@ -116,8 +116,7 @@ def read_json(root: Path, file: Path) -> dict[str, Any]:
 
 
 def config_of(root: Path, run: Run) -> dict[str, Any]:
-    """Return the resolved configuration as far as it is readable; several processes have one each.
-    """
+    """Return the resolved configuration as far as it is readable; several processes have one each."""
     names = {"rl": ("orchestrator", "trainer", "rl"), "sft": ("sft",), "eval": ()}[run.kind]
     found: dict[str, Any] = {}
     for name in names:

@@ -93,8 +93,7 @@ class Runs:
         return found
 
     def fork_origin(self, fork: Any) -> dict[str, Any] | None:
-        """Return the run that this one was forked from, by its path below the root if it is there.
-        """
+        """Return the run that this one was forked from, by its path below the root if it is there."""
         if not isinstance(fork, dict):
             return None
         place = Path(str(fork.get("run")))

@@ -53,8 +53,7 @@ class KVCache:
     def note_routing(
         self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
     ) -> None:
-        """Record the experts of a forward pass; the last block computed only the tokens `kept_N`.
-        """
+        """Record the experts of a forward pass; the last block computed only the tokens `kept_N`."""
         if self.routing is None:
             return
         routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])

@@ -326,8 +326,7 @@ class Engine:
             self._run_decode()
 
     def _run_prefill(self, planned: Planned) -> None:
-        """Compute keys and values of these stretches, and the first token of each finished prompt.
-        """
+        """Compute keys and values of these stretches, and the first token of each finished prompt."""
         leaders, last, end = [], [], -1
         for sequence, stretch in planned:
             end += stretch.end - stretch.start

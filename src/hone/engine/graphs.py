@@ -64,8 +64,7 @@ class Key(NamedTuple):
 
 
 def pad_rows(rows: int) -> int:
-    """Return the number of rows to capture: powers of 2 up to 16, then multiples of 8, 16 and 32.
-    """
+    """Return the number of rows to capture: powers of 2 up to 16, then multiples of 8, 16 and 32."""
     if rows <= 16:
         return gpu.power_of_2(rows)
     step = 8 if rows <= 64 else 16 if rows <= 256 else 32

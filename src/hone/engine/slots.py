@@ -94,8 +94,7 @@ class Slots:
         return Snapshot(state, arrival)
 
     def widen_stops(self, number: int) -> bool:
-        """Make room for `number` stop tokens per sequence; return True if the tensor was replaced.
-        """
+        """Make room for `number` stop tokens per sequence; return True if the tensor was replaced."""
         if number <= self.stops.shape[1]:
             return False
         wider = torch.full((len(self.stops), 2 * number), -1, dtype=torch.int64, device=self.device)

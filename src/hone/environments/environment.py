@@ -140,8 +140,7 @@ class Environment(ABC):
         self.rubric = RubricGroup([self.rubric, rubric])
 
     async def score(self, rollout: Rollout, state: State) -> Rollout:
-        """Set a rollout's reward and metrics. Raises RewardError if a function returns no number.
-        """
+        """Set a rollout's reward and metrics. Raises RewardError if a function returns no number."""
         rollout.state = state
         rollout.reward, rollout.metrics = await self.rubric.score(
             self.call_timeout, **self._scoring_arguments(rollout)
@@ -215,8 +214,7 @@ class Environment(ABC):
 
 
 def _checked_prompt(prompt: Any, index: int) -> list[Message]:
-    """Return a prompt without keys that are None. Raises ValueError if it is no list of messages.
-    """
+    """Return a prompt without keys that are None. Raises ValueError if it is no list of messages."""
     if not isinstance(prompt, list) or not all(
         isinstance(one, dict) and one.get("role") for one in prompt
     ):
@@ -237,8 +235,7 @@ def _as_json(answer: Any) -> Any:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table without the nulls that its column types added to the prompt.
-    """
+    """Return a row of an Arrow table without the nulls that its column types added to the prompt."""
     return {key: drop_nulls(value) if key == "prompt" else value for key, value in row.items()}
 
 

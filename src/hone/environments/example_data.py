@@ -1,5 +1,4 @@
-"""Data sets of the hub by the names that v0 environments use, as rows of `question` and `answer`.
-"""
+"""Data sets of the hub by the names that v0 environments use, as rows of `question` and `answer`."""
 
 from collections.abc import Callable
 from typing import Any

@@ -208,8 +208,7 @@ class WorkerProcess:
         return rollout_of(done, example)
 
     async def score(self, rollouts: list[Rollout]) -> list[tuple[float, dict[str, float]]]:
-        """Return rewards and metrics of a group, group functions included. Raises like `rollout`.
-        """
+        """Return rewards and metrics of a group, group functions included. Raises like `rollout`."""
         return (
             await self.send_request(
                 {"score": 0, "rollouts": [encode_rollout(rollout) for rollout in rollouts]}, None
@@ -276,7 +275,9 @@ class WorkerProcess:
 
     def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(ConnectionError, RuntimeError):  # it has died: `_read_messages` says so
+            with contextlib.suppress(
+                ConnectionError, RuntimeError
+            ):  # it has died: `_read_messages` says so
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:

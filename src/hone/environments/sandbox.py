@@ -59,8 +59,7 @@ class Sandbox:
 
     @classmethod
     async def start(cls, limits: Limits | None = None) -> "Sandbox":
-        """Start a sandbox. Raises SandboxError with the reason if this machine cannot contain it.
-        """
+        """Start a sandbox. Raises SandboxError with the reason if this machine cannot contain it."""
         limits, tool = limits or Limits(), shutil.which("unshare")
         if not sys.platform.startswith("linux") or tool is None:
             missing = (

@@ -250,8 +250,7 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
 
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a request, with those under extra_body (as OpenAI's client has them) lifted.
-    """
+    """Return fields of a request, with those under extra_body (as OpenAI's client has them) lifted."""
     return {key: value for key, value in given.items() if key != "extra_body"} | (
         given.get("extra_body") or {}
     )

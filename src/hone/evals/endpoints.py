@@ -22,8 +22,7 @@ class Endpoint:
 
 
 def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
-    """Return the endpoint: `base_url` if given, else the registry's entry for `model` or "default".
-    """
+    """Return the endpoint: `base_url` if given, else the registry's entry for `model` or "default"."""
     if base_url is not None:
         return Endpoint(base_url, model, os.environ.get(key_variable) or own_key(base_url))
     entries = _read_endpoints(Path(registry))

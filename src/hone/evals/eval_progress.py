@@ -1,5 +1,4 @@
-"""Progress of an evaluation with the mean so far: a bar on a terminal, occasional lines elsewhere.
-"""
+"""Progress of an evaluation with the mean so far: a bar on a terminal, occasional lines elsewhere."""
 
 import sys
 import time

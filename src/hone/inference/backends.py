@@ -1,7 +1,7 @@
 """Backends of a server: Hone's engine, in this process or its own (engine_process.py), or a vLLM.
 
-    with backend(config) as opened:
-        opened.run(program over opened.wait())     wait: until the model is loaded; returns the served model
+with backend(config) as opened:
+    opened.run(program over opened.wait())     wait: until the model is loaded; returns the served model
 """
 
 import asyncio

@@ -50,8 +50,7 @@ log = logging.getLogger("hone.inference")
 
 
 class SamplerFacts(NamedTuple):
-    """The server's copy of the engine's facts, updated with the result of calls that may change it.
-    """
+    """The server's copy of the engine's facts, updated with the result of calls that may change it."""
 
     context: int
     vocabulary: int

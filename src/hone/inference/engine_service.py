@@ -38,8 +38,7 @@ _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineService:
-    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread.
-    """
+    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread."""
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
         self.engine, self.lockstep = engine, lockstep
@@ -96,8 +95,7 @@ class EngineService:
             raise outcome[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion of a request. Cancelling aborts it. Raises ValueError if refused.
-        """
+        """Return the completion of a request. Cancelling aborts it. Raises ValueError if refused."""
         future: asyncio.Future[Completion] = self._loop.create_future()
         sequences: list[Sequence] = []
 

@@ -1,5 +1,4 @@
-"""The event loop of a server: uvloop if installed, which takes a quarter less time than Python's.
-"""
+"""The event loop of a server: uvloop if installed, which takes a quarter less time than Python's."""
 
 import asyncio
 import importlib.util

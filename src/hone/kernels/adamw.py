@@ -70,8 +70,7 @@ class AdamW:
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
     def rehearse(self) -> None:
-        """Run a step of few numbers to compile the kernel, for gradients in their type and in fp32.
-        """
+        """Run a step of few numbers to compile the kernel, for gradients in their type and in fp32."""
         if self.table is not None:
             device, count = self.tensors[0][0].device, self.table.fewest
             ones = [column[0].flatten()[:count].to(device, copy=True) for column in self.tensors]

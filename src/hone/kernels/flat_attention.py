@@ -25,8 +25,7 @@ class Sequences:
 
 
 def takes(q_THE: Tensor) -> bool:
-    """Return True if the compiled loops support this: fp32 on a CPU, a head size in whole vectors.
-    """
+    """Return True if the compiled loops support this: fp32 on a CPU, a head size in whole vectors."""
     return cpu.takes(q_THE) and takes_heads(q_THE.shape[-1])
 
 

@@ -15,8 +15,7 @@ AT_ONCE = 2**26  # numbers of matrices that a GPU is given together
 
 
 def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
-    """Return approximately U V^T of each matrix x = U S V^T, with singular values from 0.7 to 1.2.
-    """
+    """Return approximately U V^T of each matrix x = U S V^T, with singular values from 0.7 to 1.2."""
     if not all(cpu.takes(x_MN) for x_MN in matrices):
         return _side_by_side(matrices)
     from hone.kernels.cpu import orthogonal as kernel

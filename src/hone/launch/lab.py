@@ -129,8 +129,7 @@ def prepare(place: Path | None = None) -> None:
 
 
 def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Return the template files by their path in a workspace: those `wanted`, and the environments.
-    """
+    """Return the template files by their path in a workspace: those `wanted`, and the environments."""
     for name in wanted:
         source = TEMPLATES / name
         for path in [source] if source.is_file() else sorted(source.rglob("*")):

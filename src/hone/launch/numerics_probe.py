@@ -184,8 +184,7 @@ def user_message(text: str) -> Message:
 
 
 def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
-    """Return each rollout's logprobs, in micro-batches of several sizes, as training computes them.
-    """
+    """Return each rollout's logprobs, in micro-batches of several sizes, as training computes them."""
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
     lengths, prompts = (

@@ -202,8 +202,7 @@ def is_half_on_gpu(x: Tensor) -> bool:
 
 
 def keeps_order(q_THE: Tensor) -> bool:
-    """Return True if the training kernel computes this, because exact numerics are on. No gradient.
-    """
+    """Return True if the training kernel computes this, because exact numerics are on. No gradient."""
     has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 

@@ -206,8 +206,7 @@ def require_tied_head(
 
 
 def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises ValueError for unreadable files or unexpected tensors.
-    """
+    """Return the file of each tensor. Raises ValueError for unreadable files or unexpected tensors."""
     files, listed = weight_files(directory)
     shapes = {file: _read_shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]} if listed is None else listed

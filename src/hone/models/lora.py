@@ -270,8 +270,7 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
 def write_adapter(
     tensors: Mapping[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path
 ) -> None:
-    """Write an adapter in peft's format, for peft, vLLM, and `load_lora_adapter` of Hone's server.
-    """
+    """Write an adapter in peft's format, for peft, vLLM, and `load_lora_adapter` of Hone's server."""
     # peft goes by the ends of names: norm alone would be all norms
     saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]
     settings = {

@@ -97,8 +97,7 @@ class ModelSpec:
         return table
 
     def feed_forward_rows(self, name: str) -> int:
-        """Return the rows of each HF tensor in the fused parameter `gate_up`; all rows for others.
-        """
+        """Return the rows of each HF tensor in the fused parameter `gate_up`; all rows for others."""
         return self.intermediate_size if name.startswith("gate_up.") else 0
 
     @property

@@ -76,8 +76,7 @@ class Linear(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the layer is W x + b, or W x + b + B A x with the `added_factors` A and B.
-        """
+        """Return True if the layer is W x + b, or W x + b + B A x with the `added_factors` A and B."""
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -439,8 +438,7 @@ class Transformer(nn.Module):
 
     @property
     def stays_on_device(self) -> bool:
-        """Return True if a pass over few tokens needs no host work, so that graphs can capture it.
-        """
+        """Return True if a pass over few tokens needs no host work, so that graphs can capture it."""
         return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property

@@ -43,8 +43,7 @@ class Proof:
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
     def weight_fingerprints(self) -> list[int]:
-        """Return a 64-bit fingerprint per weight, in the boundary's order, equal on every device.
-        """
+        """Return a 64-bit fingerprint per weight, in the boundary's order, equal on every device."""
         return self._fingerprints()
 
     def by_name(self, of_each: list[int]) -> dict[str, str]:

@@ -10,8 +10,7 @@ from typing import Any
 
 @functools.cache
 def made_by() -> dict[str, str]:
-    """Return versions of Hone, torch and Python, and the commit of the working directory, if any.
-    """
+    """Return versions of Hone, torch and Python, and the commit of the working directory, if any."""
     found = {"python": platform.python_version(), "system": platform.platform()}
     for name in ("hone-rl", "torch"):
         try:

@@ -19,8 +19,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Scored:
-    """The rollouts of a group that count, their rewards as configured, and their generated tokens.
-    """
+    """The rollouts of a group that count, their rewards as configured, and their generated tokens."""
 
     rewards: Array
     lengths: Array

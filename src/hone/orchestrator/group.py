@@ -99,8 +99,7 @@ def judge_group(
 def _join_routing(
     known: NDArray[np.int16] | None, completion: Completion, count: int
 ) -> NDArray[np.int16]:
-    """Return known experts for earlier tokens, and those of this turn's completion for the others.
-    """
+    """Return known experts for earlier tokens, and those of this turn's completion for the others."""
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
 

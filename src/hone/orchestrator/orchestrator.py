@@ -330,8 +330,7 @@ class Orchestrator:
         return group
 
     async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
-        """Run one rollout with retries; the last failure's cause is its `error`, and it is omitted.
-        """
+        """Run one rollout with retries; the last failure's cause is its `error`, and it is omitted."""
         settings, example = self.settings[task.env], self.examples[task.env][task.example]
         sampling = settings.sampling.to_sampling(seed)
         client: TokenClient = self.client

@@ -104,10 +104,12 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         **template_args: Any,
     ) -> str:
-        """Return the conversation as text; `template_args` reach the template (`enable_thinking=False`, …).
+        """Return the conversation as text; `template_args` reach the template
+        (`enable_thinking=False`, …).
 
-        Raises ValueError for messages that cannot be normalized, that the template refuses (roles out of order,
-        unknown role), or that it leaves out without a word.
+        Raises ValueError for messages that cannot be normalized, that the template refuses (roles
+        out of order,
+        unknown role), or that it silently omits.
         """
         args = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_args}
         return self._render_checked(self._normalize_messages(messages), args)
@@ -121,7 +123,7 @@ class ChatTemplate:
         return result
 
     def _render_checked(self, messages: list[Message], args: dict[str, Any], start: int = 0) -> str:
-        """Render normalized messages, and require that those from `start` on are rendered, wherever they stand."""
+        """Render normalized messages, and require that those from `start` on appear in the text."""
         text = self._render_raw(messages, args)
         for i in range(start, len(messages)):
             message, role = messages[i], messages[i]["role"]
@@ -156,7 +158,7 @@ class ChatTemplate:
     def _is_rendered(
         self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]
     ) -> bool:
-        """Return False if the mark in what stands for message i does not reach the text, whatever it is."""
+        """Return False if a marker in place of message i does not reach the text."""
         try:
             return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content: it is not left out
@@ -185,7 +187,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def _needs_parts(self) -> bool:
-        """Return True for a template that renders lists of text parts and not text."""
+        """Return True for a template that renders lists of text parts but not text."""
         self._takes_parts = False
         question = [{"role": "user", "content": MARK}]
         try:
@@ -200,7 +202,7 @@ class ChatTemplate:
             return False
 
     def _takes_calls(self, count: int) -> bool:
-        """Return True if the template renders an answer with so many tool calls."""
+        """Return True if the template renders an answer with `count` tool calls."""
         for marked in range(count):
             plain = [
                 {"id": f"call0000{i}", "type": "function", "function": dict(PLAIN_CALL)}
@@ -219,7 +221,7 @@ class ChatTemplate:
         return True
 
     def _needs_json(self) -> bool:
-        """Return True for a template that writes arguments of tool calls as they come, and so needs them as JSON."""
+        """Return True for a template that prints tool-call arguments as given, and so needs JSON."""
         self._takes_json = False
         call = {
             "id": "call00000",
@@ -246,8 +248,9 @@ class ChatTemplate:
     ) -> str | None:
         """Return what follows the text of message `covered` - 1, which the assistant wrote.
 
-        That is the mark that ends its turn, and all up to where the assistant is to speak again. None where the
-        template rewrites what was before that (some drop earlier thinking).
+        That is the end-of-turn mark and everything up to the next assistant turn. None if the
+        template rewrites
+        earlier text (some drop earlier thinking).
         """
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
@@ -265,7 +268,7 @@ class ChatTemplate:
         return end + whole[len(answered) :] if found else None
 
     def turn_end(self) -> str:
-        """Return what the template writes after an assistant's last message; empty where that cannot be told."""
+        """Return what the template writes after an assistant's last message; "" if unknown."""
         try:
             text = self._render_raw(
                 [{"role": "user", "content": "?"}, ASSISTANT_MARK], {"add_generation_prompt": False}
@@ -283,12 +286,16 @@ class ChatTemplate:
         last_only: bool = False,
         **template_args: Any,
     ) -> list[MarkedText]:
-        """Return renderings in which each message of these roles is marked once, its end-of-turn mark included.
+        """Return renderings in which each message of these roles is marked once, with its
+        end-of-turn mark.
 
-        One rendering of the whole conversation, unless the template writes earlier turns differently once the
-        conversation goes on (some drop thinking): then there is one more for every group of turns that a shorter
-        prefix shows as the model wrote them, or none with `last_only`. A template with `{% generation %}` says
-        itself what the assistant wrote. Raises ValueError like `render`.
+        One rendering of the whole conversation suffices unless the template rewrites earlier turns
+        as the
+        conversation continues (some drop thinking): then one more is added per group of turns that
+        a shorter
+        prefix shows as the model wrote them, or none with `last_only`. A template with `{%
+        generation %}` marks
+        assistant text itself. Raises ValueError like `render_conversation`.
         """
         messages = self._normalize_messages(messages)
         args = {"add_generation_prompt": False, **template_args}
@@ -314,7 +321,7 @@ class ChatTemplate:
         return found[::-1]
 
     def _find_generated(self, messages: list[Message], args: dict[str, Any]) -> list[Span]:
-        """Return what the `generation` tag encloses; nothing where the template has none."""
+        """Return the spans inside the `generation` tag; empty if the template has none."""
         if not self._has_generation_tags:
             return []
         marked = self._render_raw(messages, {**args, "generation_marks": True})

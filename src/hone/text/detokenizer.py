@@ -1,8 +1,9 @@
-"""What each token of a sequence contributes to its text, which is not what decoding it alone gives.
+"""The contribution of each token to a text, which differs from decoding it alone.
 
-A tokenizer of the SentencePiece kind writes a space before most words and leaves out the first of a text; many
-tokenizers have tokens that are parts of a character. `TokenTexts` knows the bytes of every token, so that the bytes of
-the tokens of a text, joined, are the text.
+A SentencePiece tokenizer writes a space before most words and drops the first of a text; many
+tokenizers have tokens
+that are parts of a character. `TokenTexts` knows each token's bytes, so that joined bytes are the
+text.
 """
 
 import functools
@@ -43,7 +44,7 @@ class TokenTexts:
 
     @functools.lru_cache(maxsize=200_000)  # noqa: B019  (it lives as long as its tokenizer)
     def bytes_of(self, token_id: int) -> bytes:
-        """Return what the token adds to a text that something stands before. Ids without a token have no bytes."""
+        """Return the token's bytes inside a text. Ids without a token have none."""
         token = self.encoder.id_to_token(token_id)
         if token is None:
             return b""
@@ -58,7 +59,7 @@ class TokenTexts:
         return self.encoder.decode([token_id], skip_special_tokens=False).encode()
 
     def first_bytes_of(self, token_id: int) -> bytes:
-        """Return what the token adds to a text that it begins."""
+        """Return the token's bytes at the beginning of a text."""
         found = self.bytes_of(token_id)
         return (
             found.removeprefix(b" ")
@@ -67,14 +68,16 @@ class TokenTexts:
         )
 
     def token_bytes(self, ids: Sequence[int], follows: bool) -> list[bytes]:
-        """Return the bytes of each token of a text; `follows`: something stands before it."""
+        """Return the bytes of each token of a text; `follows`: the text continues another."""
         if follows or not ids:
             return [self.bytes_of(token) for token in ids]
         return [self.first_bytes_of(ids[0]), *map(self.bytes_of, ids[1:])]
 
 
 def name_of(piece: bytes, prefix: str = "") -> str:
-    """Return bytes as text; those that are no whole characters as OpenAI writes them, after a prefix (`\\xe2\\x80`)."""
+    r"""Return bytes as text; incomplete characters as OpenAI writes them, after a prefix
+    (`\xe2\x80`).
+    """
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -82,7 +85,7 @@ def name_of(piece: bytes, prefix: str = "") -> str:
 
 
 def _byte_level() -> dict[str, bytes]:
-    """Return the bytes that the characters of byte-level tokens stand for, as in GPT-2: printable ones as they are."""
+    """Return the bytes that byte-level characters stand for, as in GPT-2."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

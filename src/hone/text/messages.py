@@ -1,8 +1,10 @@
-"""Normalize chat messages before a template renders them, whatever entrance they came through.
+"""Normalize chat messages before rendering, whatever their source.
 
-SFT rows, prompts of environments and requests of servers differ in how they write the same message: `None` for an
-absent key, content as a list of text parts, arguments of tool calls as JSON or as an object, reasoning under one of
-three names. Every rendering goes through `normalize_messages`, so that all of them become the same tokens.
+SFT rows, environment prompts and requests write the same message differently: `None` for an absent
+key, content as a
+list of text parts, tool-call arguments as JSON or as an object, reasoning under one of three names.
+Every rendering
+uses `normalize_messages`, so that all of them become the same tokens.
 """
 
 import json
@@ -21,10 +23,11 @@ class MessageError(ValueError):
 
 
 def normalize_messages(messages: Any) -> list[Message]:
-    """Return plain copies of chat messages in the one form that chat templates are given.
+    """Return plain copies of chat messages in the form that chat templates expect.
 
-    Keys without a value are left out, text parts are joined, arguments of tool calls become objects, and an assistant
-    message without content gets an empty one. Raises MessageError for what no text model can be shown.
+    Keys without a value are removed, text parts joined, tool-call arguments parsed, and missing
+    assistant
+    content becomes "". Raises MessageError for content that a text model cannot read.
     """
     messages = to_plain(messages)
     if not isinstance(messages, list):
@@ -69,9 +72,9 @@ def _normalize_message(message: Any, place: str) -> Message:
 
 
 def join_parts(content: Any, place: str, is_tool: bool = False) -> Any:
-    """Return the text of a message's content: a string, or a list of text parts that are joined.
+    """Return the text of a message's content: a string, or joined text parts.
 
-    What a tool returned may also be a number or an object, which templates write as JSON.
+    Results of tools may also be numbers or objects, which templates write as JSON.
     """
     if isinstance(content, str):
         return content

@@ -37,7 +37,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with the special tokens of special_tokens_map.json where those count."""
+    """Return tokenizer_config.json, with special_tokens_map.json where transformers uses it."""
     config = read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(directory / "special_tokens_map.json")
@@ -45,7 +45,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the text of special tokens by the names that templates know them by."""
+    """Return the text of special tokens by their template names."""
     found = {key: text_of(value) for key, value in config.items() if key.endswith("_token")}
     for name in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(name), dict):
@@ -54,13 +54,13 @@ def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def text_of(token: Any) -> str | None:
-    """Return the text of a special token, which stands as a plain string or as {"content": …}."""
+    """Return the text of a special token given as a string or as {"content": …}."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def load_encoder(directory: Path, config: dict[str, Any]) -> Encoder:
-    """Return the tokenizer of a directory, with all tokens that its configuration adds. Raises ValueError."""
+    """Return the tokenizer of a directory with all configured tokens. Raises ValueError."""
     path = directory / "tokenizer.json"
     if not path.is_file():
         others = sorted(file.name for pattern in OTHER_FORMATS for file in directory.glob(pattern))
@@ -87,9 +87,9 @@ def load_encoder(directory: Path, config: dict[str, Any]) -> Encoder:
 
 
 def _tokens_to_add(encoder: Encoder, directory: Path, config: dict[str, Any]) -> list[AddedToken]:
-    """Return the added tokens as the configuration has them: it may change those of tokenizer.json, or have more.
+    """Return the configured added tokens, which may change or extend those of tokenizer.json.
 
-    Tokens that it names (eos_token, …) are special, whatever their entry says.
+    Tokens named in the configuration (eos_token, …) are special, whatever their entry says.
     """
     specials, extra = read_special_tokens(config), _extra_tokens(config)
     named = set(specials.values())
@@ -133,7 +133,7 @@ def _extra_tokens(config: dict[str, Any]) -> list[str]:
 
 
 def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a directory by their names; none where it has none."""
+    """Return the chat templates of a directory by name; empty if there are none."""
     found = {}
     if (directory / TEMPLATE_FILE).is_file():
         found[DEFAULT] = (directory / TEMPLATE_FILE).read_text(encoding="utf-8")
@@ -157,7 +157,7 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def resolve_template(value: str, key: str = "model.chat-template") -> str:
-    """Return the text of a template that is given as text, as a file, or by the name of one that Hone ships.
+    """Return a template given as text, as a file, or by the name of one that Hone ships.
 
     Raises ValueError for a name that is neither.
     """
@@ -177,7 +177,7 @@ def resolve_template(value: str, key: str = "model.chat-template") -> str:
 
 
 def read_end_ids(directory: Path) -> list[int]:
-    """Return the token ids that the model's configuration ends a generation with."""
+    """Return the token ids that end a generation by the model's configuration."""
     generation = read_json(directory / "generation_config.json")
     model = read_json(directory / "config.json") if not generation else {}
     found = generation.get(
@@ -188,7 +188,7 @@ def read_end_ids(directory: Path) -> list[int]:
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Make a template the only one of a directory that a model is saved to."""
+    """Write a template as the only one of a saved model's directory."""
     (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     for file in (directory / TEMPLATE_FOLDER).glob("*.jinja"):
         file.unlink()

@@ -1,4 +1,4 @@
-"""Show text that a model, a client or an environment wrote, without letting it act on a terminal or a log."""
+"""Escape untrusted text (models, clients, environments) for terminals and logs."""
 
 import re
 
@@ -7,19 +7,19 @@ ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066
 
 
 def make_printable(text: str) -> str:
-    """Return a text whose control characters are written as escapes, as in `\\x1b[2J`."""
+    r"""Return text with control characters escaped, as in `\x1b[2J`."""
     return (
         ACTING.sub(lambda found: _escape_character(found[0]), text) if ACTING.search(text) else text
     )
 
 
 def make_line(text: str) -> str:
-    """Return a text as one line: line breaks are escapes too."""
+    """Return text as one line, with line breaks escaped too."""
     return make_printable(text).replace("\n", "\\n")
 
 
 def indent_lines(text: str) -> str:
-    """Return a text whose further lines are indented, so that none of them looks like a line of a log."""
+    """Return text with all lines but the first indented, so that none looks like a log line."""
     return make_printable(text).replace("\n", "\n    ") if "\n" in text else make_printable(text)
 
 

@@ -1,12 +1,13 @@
-"""Stop strings: found across the borders of tokens, as soon as the last of their characters is there."""
+"""Stop strings, found across token borders as soon as their last character appears."""
 
 from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Takes the ids so far; returns how many to keep once their text has a stop string. One object per sequence.
+    """Called with the ids so far; returns how many to keep once a stop string appears. One per
+    sequence.
 
-    `decode_first` gives the text of the first tokens, where those that stand before them matter.
+    `decode_first` gives the text of the first tokens if it depends on earlier ones.
     """
 
     def __init__(
@@ -35,14 +36,16 @@ class StopStrings:
 
 
 def cut_at_stop(text: str, strings: Sequence[str], keep: bool = False) -> str:
-    """The text up to the first of the strings; with `keep` that string too."""
+    """Return the text up to the first of the strings; with `keep`, including it."""
     found = [(at, len(s) if keep else 0) for s in strings if (at := text.find(s)) >= 0]
     at, kept = min(found, default=(len(text), 0))
     return text[: at + kept]
 
 
 def held_back(text: str, strings: Sequence[str]) -> int:
-    """How many of its characters can be shown: those before the first of the strings, or what may become one."""
+    """Return how many characters can be shown: those before a string, or before what may become
+    one.
+    """
     ends = [len(text)]
     for string in strings:
         at = text.find(string)

@@ -1,9 +1,9 @@
-"""Answers of a given form: which tokens may come next so that the text is of a JSON schema, a regular expression, one
-of several choices, a grammar, or a call of a tool.
+"""Structured outputs: masks of allowed tokens for a JSON schema, regex, choice, grammar or tool
+call.
 
-    request ─► Form (kind, value) ─► Following, of a tokenizer: asked of the tokens so far which may come next
+    request ─► Form (kind, value) ─► Following, of a tokenizer: called with the tokens so far, returns the mask
 
-The grammars are llguidance's, which reads JSON Schema, Rust's regular expressions and Lark.
+llguidance provides the grammars; it reads JSON Schema, Rust's regular expressions and Lark.
 """
 
 import copy
@@ -33,13 +33,15 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Form:
-    """`value`: a JSON schema, a regular expression, the choices, a grammar in Lark."""
+    """An output format. `value`: a JSON schema, a regular expression, the choices, or a Lark
+    grammar.
+    """
 
     kind: Kind
     value: Any
 
     def to_grammar(self) -> str:
-        """As llguidance has it. Raises ValueError for what cannot be read."""
+        """Return the grammar for llguidance. Raises ValueError for an invalid format."""
         matcher = _import_llguidance().LLMatcher
         try:
             if self.kind == "json":
@@ -61,9 +63,11 @@ class Form:
 
 
 class Following:
-    """Asked of the tokens so far, more each time, which may come next: true at those token ids. For one sequence.
+    """State of one sequence under a format: called with the tokens so far, returns the mask of
+    allowed ones.
 
-    `vocabulary`: how many token ids the model has. Raises ValueError, in words, for a form that cannot be followed.
+    `vocabulary`: number of token ids of the model. Raises ValueError for a format that cannot be
+    enforced.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Following:
             raise ValueError(f"the {form.kind} that answers are to follow: {first.strip()}")
 
     def start_another(self, before: Sequence[int] = ()) -> "Following":
-        """For one more sequence, that goes on from these tokens."""
+        """Return the state of another sequence, which continues from these tokens."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
         other.before = [*self.before, *before]
@@ -114,13 +118,13 @@ class Following:
         return may
 
     def is_over(self, ids: Sequence[int]) -> bool:
-        """Whether nothing but the end may follow these tokens."""
+        """Return True if only the end may follow these tokens."""
         self(ids)
         return bool(self.failure or self.matcher.is_stopped())
 
 
 class FormEnds:
-    """Asked of the tokens so far, as `records.GenerateRequest.ends`: stop strings, and the end of a form."""
+    """End test for `records.GenerateRequest.ends`: stop strings, and the end of a format."""
 
     def __init__(self, stops: StopStrings | None, follows: Following) -> None:
         self.stops, self.follows = stops, follows
@@ -133,17 +137,14 @@ class FormEnds:
 
 @dataclass(frozen=True)
 class Json:
-    """A part of a call that is JSON of a schema."""
+    """Part of a call: JSON of a schema."""
 
     schema: Any
 
 
 @dataclass(frozen=True)
 class TextUntil:
-    """A part of a call that is any text up to a closing `tag` and what follows it, which it includes.
-
-    What stands `before` the tag belongs to the end too.
-    """
+    """Part of a call: any text up to and including a closing `tag` and the text around it."""
 
     tag: str
     before: str = ""
@@ -152,14 +153,14 @@ class TextUntil:
 
 @dataclass(frozen=True)
 class Choice:
-    """A part of a call that is one of several texts."""
+    """Part of a call: one of several texts."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """Parts of a call that may be left out."""
+    """Optional parts of a call."""
 
     parts: list[Any]
 
@@ -168,9 +169,9 @@ Part = str | Json | TextUntil | Choice
 
 
 def form_of_call(tools: Sequence[Tool], call_format: CallFormat, tokenizer: Tokenizer) -> Form:
-    """Return the form of one call of one of these tools, as the model's template teaches to write it.
+    """Return the format of one call of these tools, as the model's template teaches it.
 
-    Raises ValueError for a format that calls cannot be held to.
+    Raises ValueError for a call format that cannot be enforced.
     """
     if call_format.name not in SPELLINGS:
         raise ValueError(
@@ -209,7 +210,7 @@ def _calls_schema(function: dict[str, Any]) -> Json:
 def _each_argument(
     function: dict[str, Any], spell: Callable[[str, list[Part]], list[Part]], end: TextUntil
 ) -> list[list[Part]]:
-    """Return the parts of each argument, in the order of the schema; their values end as `end` says."""
+    """Return the parts of each argument, in schema order; values end with `end`."""
     closing = [part for part in (end.before, end.tag, end.after) if part]
     found = []
     for key, schema in (_get_parameters(function).get("properties") or {}).items():
@@ -290,7 +291,7 @@ SPELLINGS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
 def _build_lark_rule(
     parts: Sequence[Any], call_format: CallFormat, tokenizer: Tokenizer, number: int
 ) -> str:
-    """Return the rule of a call in Lark, and those that it needs."""
+    """Return the Lark rule of a call, and the rules that it needs."""
     more: list[str] = []
 
     def spell_part(part: Any) -> str:
@@ -323,14 +324,14 @@ def _build_lark_rule(
 
 
 def _spell_tag(tokenizer: Tokenizer, tag: str) -> str:
-    """A tag in Lark: where it is a special token, as that token."""
+    """Return a tag in Lark, as a special token if it is one."""
     number = tokenizer.encoder.token_to_id(tag)
     is_special = number is not None and _get_vocabulary(tokenizer).is_special_token(number)
     return f"<[{number}]>" if is_special else json.dumps(tag)
 
 
 def _get_vocabulary(tokenizer: Tokenizer) -> Any:
-    """llguidance's view of a tokenizer, made once."""
+    """Return llguidance's view of a tokenizer, cached."""
     if "forms" not in tokenizer.kept:
         text = tokenizer.encoder.to_str()
         tokenizer.kept["forms"] = _import_llguidance().LLTokenizer(

@@ -1,6 +1,7 @@
-"""A model's tokenizer: text to ids and back, conversations to ids, and which of them are the assistant's.
+"""A model's tokenizer: text to ids and back, conversations to ids and loss masks.
 
-Reads what an HF directory has (`model_text.py`) with the `tokenizers` library; transformers is not needed.
+Reads a Hugging Face directory (`model_text.py`) with the `tokenizers` library, without
+transformers.
 """
 
 import logging
@@ -38,7 +39,7 @@ PROMPT_END = 16  # tokens of a prompt in which an opened thought is looked for
 
 
 def leading_tokens(text: str, added: Collection[str]) -> list[str]:
-    """Return the added tokens that a text begins with, one directly after the other."""
+    """Return the added tokens at the beginning of a text."""
     found: list[str] = []
     ordered = sorted(filter(None, added), key=len, reverse=True)
     while mark := next((token for token in ordered if text.startswith(token)), ""):
@@ -48,12 +49,13 @@ def leading_tokens(text: str, added: Collection[str]) -> list[str]:
 
 
 class Tokenizer:
-    """Text and ids of one model directory.
+    """The tokenizer and chat template of a model directory.
 
-    `stop_ids` end a generation: eos of the tokenizer and of the generation config, and the token that ends a turn in
-    the chat template. `chat_template` is the text of one that is used instead of the directory's own;
-    `template_arguments` are given to it in every rendering.
-    Raises ValueError, naming the file, for a directory without a usable tokenizer.
+    `stop_ids` end a generation: eos of the tokenizer and of the generation config, and the
+    template's
+    end-of-turn token. `chat_template` replaces the directory's own; `template_arguments` are passed
+    to it in
+    every rendering. Raises ValueError, naming the file, for a directory without a usable tokenizer.
     """
 
     def __init__(
@@ -91,10 +93,11 @@ class Tokenizer:
         self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for
 
     def fit_vocabulary(self, vocab_size: int) -> None:
-        """Note how many tokens the model has; text with others is refused from now on.
+        """Set the model's number of tokens; text with other tokens is refused.
 
-        A tokenizer often has a few more, as a padding token that was added later. Raises ValueError where those are
-        no added ones.
+        A tokenizer often has a few more, such as a padding token added later. Raises ValueError if
+        other tokens
+        exceed the model's.
         """
         own = self.encoder.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
@@ -126,18 +129,18 @@ class Tokenizer:
 
     @staticmethod
     def for_model(directory: Path, config: ModelConfig) -> "Tokenizer":
-        """Return the tokenizer of a model with the template that its configuration gives. Raises ValueError."""
+        """Return a model's tokenizer with the configured template. Raises ValueError."""
         template = None if config.chat_template is None else resolve_template(config.chat_template)
         return Tokenizer(directory, template, config.template_arguments, config.tool_calls)
 
     def reload_from(self, directory: Path) -> "Tokenizer":
-        """Return the tokenizer of another directory, with the template and arguments that this one was given."""
+        """Return another directory's tokenizer, with this one's explicit template and arguments."""
         other = Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
         other._beyond = self._beyond
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process, which reads and writes tokens there: no template, nothing kept."""
+        """Return the state for another process, without template and caches."""
         return self.__dict__ | {"template": None, "kept": {}, "_chat_cache": OrderedDict()}
 
     def _stop_ids(self, specials: dict[str, str], added: dict[str, int]) -> list[int]:
@@ -159,14 +162,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of its longest token."""
+        """Return the number of characters of the longest token."""
         return max(map(len, self.encoder.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, with those that the tokenizer puts around a text if `add_special_tokens`.
+        """Return the ids of a text, with the tokenizer's outer tokens if `add_special_tokens`.
 
-        A long text is encoded without Python's lock, so a thread that does it stops no other. Raises ValueError for
-        what is not valid Unicode.
+        Long texts are encoded without the GIL. Raises ValueError for invalid Unicode.
         """
         text.encode()  # lone surrogates, as JSON can carry them, end here
         if len(text) < LONG_TEXT:
@@ -176,14 +178,14 @@ class Tokenizer:
         return self._require_known(list(encoding.ids))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of tokens. Tags of tool calls are a part of it also where the tokenizer counts them as special."""
+        """Return the text of tokens. Tool-call tags are kept even if they are special tokens."""
         if skip_special_tokens and self._dropped is not None:
             ids, skip_special_tokens = [i for i in ids if i not in self._dropped], False
         return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """What each token contributes to a text."""
+        """Return each token's contribution to a text."""
         return TokenTexts(self.encoder)
 
     def token_text(self, token_id: int) -> str:
@@ -191,13 +193,13 @@ class Tokenizer:
         return name_of(self.token_texts.bytes_of(token_id))
 
     def is_dropped(self, token_id: int) -> bool:
-        """Return True for a special token that `decode` leaves out of the text."""
+        """Return True for a special token that `decode` omits."""
         if self._dropped is not None:
             return token_id in self._dropped
         return token_id in self._special
 
     def context_of(self, before: list[int], skip_special_tokens: bool = True) -> list[int]:
-        """Return the last tokens before others that are part of a text."""
+        """Return the last of the given tokens that belong to a text."""
         if not skip_special_tokens:
             return before[-CONTEXT:]
         return [token for token in before[-4 * CONTEXT :] if not self.is_dropped(token)][-CONTEXT:]
@@ -205,7 +207,7 @@ class Tokenizer:
     def decode_after(
         self, before: list[int], ids: list[int], skip_special_tokens: bool = True
     ) -> str:
-        """Return the text that tokens add to that of the tokens before them."""
+        """Return the text that tokens add after earlier tokens."""
         context = self.context_of(before, skip_special_tokens)
         start = self.decode(context, skip_special_tokens)
         whole = self.decode(context + ids, skip_special_tokens)
@@ -216,10 +218,12 @@ class Tokenizer:
         )
 
     def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
-        """The ids of a conversation up to where the assistant is to speak; recent ones are kept, a group asks often.
+        """Return the ids of a conversation up to the next assistant turn; recent results are
+        cached.
 
-        Those of its earlier turns (`prompt.before`) stay as they were, and what the template adds comes after, unless
-        it rewrites their text (some drop earlier thinking).
+        Ids of earlier turns (`prompt.before`) are kept, and the template's additions follow, unless
+        it rewrites
+        their text (some drop earlier thinking).
         """
         template, messages = self.require_template(), prompt.messages
         args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
@@ -244,7 +248,7 @@ class Tokenizer:
         return ids
 
     def _encode_after(self, before: list[int], text: str) -> list[int]:
-        """Return the ids of a text that goes on from tokens, without the end of their turn where that was sampled."""
+        """Return the ids of a continuation, without an end-of-turn mark that was already sampled."""
         last = self.token_texts.bytes_of(before[-1]).decode(errors="replace")
         is_ended = before[-1] in self._added and text.lstrip().startswith(last)
         if is_ended:  # encoded with it: tokenizers look at what stands before a text
@@ -262,10 +266,10 @@ class Tokenizer:
         last_only: bool = False,
         **template_args: Any,
     ) -> list[tuple[list[int], list[bool]]]:
-        """Return the ids of a whole conversation, and for each whether one of these roles wrote it (the loss mask).
+        """Return (ids, loss mask) of a whole conversation for these roles.
 
-        More than one pair where the template writes earlier turns differently once the conversation goes on
-        (`ChatTemplate.mark_messages`). A token belongs to whoever wrote the character that it begins with.
+        There are several pairs if the template rewrites earlier turns as the conversation continues
+        (`ChatTemplate.mark_messages`). A token belongs to the author of its first character.
         """
         found = []
         for marked in self.require_template().mark_messages(
@@ -287,10 +291,11 @@ class Tokenizer:
         text: str | None = None,
         most_calls: int | None = None,
     ) -> Turn:
-        """Return what the model answered, with the tools that it calls where some were given.
+        """Return the model's answer, with tool calls if tools were given.
 
-        `text` is the answer's, if it is not as decoded; `most_calls` are handed out, and no more than the template can
-        render in one answer.
+        `text` replaces the decoded text; at most `most_calls` calls are returned, and no more than
+        the template
+        can render.
         """
         text = self.decode(completion.ids) if text is None else text
         if not prompt.tools:

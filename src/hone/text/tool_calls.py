@@ -1,4 +1,4 @@
-"""Read tool calls in what a model wrote: the formats that chat templates teach, chosen by the template or by a key.
+"""Parse tool calls in model output, in the formats that chat templates teach.
 
 hermes       text <tool_call>{"name": …, "arguments": {…}}</tool_call> …            Qwen2.5, Qwen3, Hermes
 json         {"name": …, "parameters": {…}}, alone or between semicolons            Llama 3
@@ -27,11 +27,13 @@ THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "
 
 @dataclass(frozen=True)
 class CallFormat:
-    """How a model writes tool calls.
+    """A format of tool calls.
 
-    `taught_by`: strings of a template that teaches it, all of them; `openings`: what a call begins with, which a stream
-    does not show before the call is whole; `tags`: what stays in the text where it is a special token; `read`: returns
-    the text without its calls, and the calls; None where what looks like a call cannot be read.
+    Attributes:
+        taught_by: strings that a template with this format contains.
+        openings: beginnings of a call, which a stream holds back until the call is complete.
+        tags: special tokens to keep in the text.
+        read: returns the text without calls, and the calls; None if they cannot be parsed.
     """
 
     name: str
@@ -49,15 +51,15 @@ def parse_tool_calls(
     thinks: bool = False,
     most: int | None = None,
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Return the text without its calls, and the calls as OpenAI has them. What cannot be read as a call stays text.
+    """Return the text without its calls, and the calls in OpenAI's form; invalid calls stay text.
 
     Args:
-        text: what the model wrote. Calls in its thoughts are none.
-        call_format: how it was taught to write calls.
-        turn: makes the ids of calls differ from those of other turns of the conversation.
-        tools: those it was told of, whose types arguments get that are written as plain text.
+        text: model output. Calls inside thoughts are ignored.
+        call_format: the format taught to the model.
+        turn: makes call ids differ from those of other turns.
+        tools: the offered tools, whose types apply to plain-text arguments.
         thinks: the prompt has opened a thought.
-        most: calls that are returned; further ones are left out.
+        most: number of calls to return; further ones are dropped.
     """
     start = thought_end(text, thinks, call_format.openings)
     found = call_format.read(text[start:], tools)
@@ -75,9 +77,10 @@ def parse_tool_calls(
 
 
 def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -> int:
-    """Return where the thoughts of a text end: 0 without one, all of it where one is left open.
+    """Return where the thoughts of a text end: 0 without one, its length if one is left open.
 
-    A text thinks first. What stands after the beginning of a call (`openings`) outside of a thought is no tag of one.
+    Thoughts come first. Tags after the beginning of a call (`openings`) outside of a thought are
+    ignored.
     """
     begins, closes = (
         _Places(text, [one for one, _ in THINKING]),
@@ -104,13 +107,13 @@ def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -
 
 
 class _Places:
-    """Where any of some strings come next in a text; asked in order, it goes through the text once."""
+    """Positions of strings in a text, found in one pass if asked in order."""
 
     def __init__(self, text: str, strings: Sequence[str]) -> None:
         self.text, self.found = text, {string: text.find(string) for string in strings}
 
     def next_after(self, at: int) -> tuple[int, int]:
-        """Return the first place from `at` on, and the one behind the string there; -1 where there is none."""
+        """Return the first position from `at` on, and the end of the string there; -1 if none."""
         best = -1, -1
         for string, place in self.found.items():
             if 0 <= place < at:
@@ -129,7 +132,7 @@ def opens_thought(prompt: str) -> bool:
 
 
 def cut_blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
-    """Return a text without what stands between two tags, and that; in one pass, whatever the text is."""
+    """Return a text without the blocks between two tags, and the blocks; linear time."""
     rest, inside, at = [], [], 0
     while (start := text.find(opening, at)) >= 0:
         end = text.find(closing, start + len(opening))
@@ -147,7 +150,7 @@ def _tagged_reader(
     read_one: Callable[[str, Sequence[Tool]], Call | None],
     around: Sequence[str] = (),
 ) -> Read:
-    """Return a reader of calls that each stand between two tags; `around`: tags that enclose them."""
+    """Return a reader of calls between two tags; `around`: tags that enclose all of them."""
 
     def read_tagged(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         rest, inside = cut_blocks(text, opening, closing)
@@ -163,7 +166,7 @@ def _tagged_reader(
 
 
 def _read_object(written: str, needs_arguments: bool = False) -> Call | None:
-    """Read {"name": …, "arguments" | "parameters": {…}}; without tags around it arguments tell it from other JSON."""
+    """Read {"name": …, "arguments" | "parameters": {…}}; `needs_arguments` rejects other JSON."""
     try:
         return _read_call(json.loads(written), needs_arguments)
     except (ValueError, RecursionError):
@@ -196,7 +199,7 @@ def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | Non
 
 
 def _list_reader(opening: str, closing: str) -> Read:
-    """Return a reader of a JSON list of calls after an opening tag, up to a closing one or the end."""
+    """Return a reader of a JSON list of calls after an opening tag."""
 
     def read_list(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         before, found, written = text.partition(opening)
@@ -282,12 +285,12 @@ def _read_mistral_args(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call
 
 
 def _one_line_less(value: str) -> str:
-    """Return a value without the line breaks after its opening and before its closing tag."""
+    """Strip one line break after the opening and one before the closing tag."""
     return value.removeprefix("\n").removesuffix("\n")
 
 
 def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
-    """Return the JSON-schema types that each argument of a tool may have, as far as its schema says so."""
+    """Return the JSON-schema types of each argument of a tool, if its schema has them."""
     for tool in tools:
         function = tool.get("function") or {}
         if function.get("name") == name:
@@ -300,7 +303,7 @@ def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
 
 
 def _types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema allows; none where it does not say."""
+    """Return the types that a schema allows; empty if unspecified."""
     if not isinstance(schema, dict) or depth > 8:
         return set()
     kind = schema.get("type")
@@ -319,7 +322,7 @@ def _types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
 
 
 def _parse_typed(value: str, types: set[str] | None) -> Any:
-    """Return what plain text means for an argument of these types: text where it may be, else JSON if it is."""
+    """Convert plain text to these types: text if allowed, else JSON if valid."""
     text = value.strip()
     if types and "string" in types:
         return None if "null" in types and text in ("null", "None") else value
@@ -447,6 +450,6 @@ FORMATS = {
 
 
 def format_of(template: str) -> CallFormat:
-    """Return the format that a chat template teaches; hermes where it teaches none."""
+    """Return the format that a chat template teaches, hermes by default."""
     taught = (one for one in FORMATS.values() if all(mark in template for mark in one.taught_by))
     return next(taught, FORMATS["json" if "python_tag" in template else "hermes"])

@@ -1,4 +1,6 @@
-"""Gradients that cannot be used: what they come from goes to disk, and the step is skipped or the run ends."""
+"""Handle gradients that are not finite or too large: save their sequences, skip the step or end the
+run.
+"""
 
 import json
 import logging
@@ -27,8 +29,12 @@ def handle_bad_step(
     on_bad_step: str,
     ranks: Ranks,
 ) -> None:
-    """After a bad step of `count` sequences: `backward(i)` adds the gradients of sequence i, `describe(i)` is what is
-    written down of it. Writes those with the worst gradients; raises ValueError where the run is to end."""
+    """Write the sequences with the worst gradients of a bad step.
+
+    `backward(i)` adds the gradients of sequence i of `count`, `describe(i)` returns what is
+    written. Raises
+    ValueError if the run is to end.
+    """
     norms = []
     for i in range(
         count

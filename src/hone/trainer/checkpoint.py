@@ -1,13 +1,14 @@
-"""Checkpoints to resume from: checkpoints/step_N, whole or not at all.
+"""Checkpoints: checkpoints/step_N, whole or absent.
 
     checkpoint.json                  step, configuration, metrics of the step; size and CRC-32 of every file
-    trainer/                         fp32 weights and moments, in torch's distributed format (DCP): a file a rank
-    orchestrator/progress.json       (rl) which groups are begun and not trained on; all else follows from the seed
+    trainer/                         fp32 weights and moments, in torch's distributed format (DCP): one file per rank
+    orchestrator/progress.json       (rl) groups in flight; all else follows from the seed
 
-The state is copied to the CPU and written while training goes on; one that stands there already (`optim.offload`) is
-written from where it is, and training waits. A directory appears by rename once everything in it
-is on disk. One that is damaged all the same is named and passed over for the one before it. What several ranks wrote
-can be read by any number of them.
+The state is copied to the CPU and written while training continues; offloaded state
+(`optim.offload`) is written in
+place while training waits. A directory appears by rename once everything in it is on disk. A
+damaged one is reported,
+and the one before it used. Any number of ranks can read what others wrote.
 """
 
 import json
@@ -37,11 +38,11 @@ HEADER, TENSORS = "checkpoint.json", "trainer"
 
 
 class Damaged(Exception):
-    """A checkpoint that cannot be gone on from, and why."""
+    """Raised for an unusable checkpoint, with the reason."""
 
 
 class Checkpoints:
-    """Writes the checkpoints of a run beside its training; all ranks save together."""
+    """Write a run's checkpoints in the background; all ranks save together."""
 
     def __init__(
         self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks
@@ -60,7 +61,9 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Write the checkpoint of the step that a run ends with early, unless it is there. Raises Left. Collective."""
+        """Write the checkpoint of a run's last step, unless it exists. Raises Preempted.
+        Collective.
+        """
         self.wait_until_written()
         if self.policy is None:
             raise Preempted(
@@ -73,7 +76,7 @@ class Checkpoints:
         raise Preempted(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Return True if a checkpoint is to be written after this step; the same on all ranks."""
+        """Return True if this step gets a checkpoint; the same on all ranks."""
         if self.policy is None:
             return False
         interval = self.policy.interval or self.policy.keep_every
@@ -93,7 +96,9 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Begin to write the checkpoint of a step, if it is due. Waits for the one before, at last for this one."""
+        """Start writing a step's checkpoint if it is due, after the previous one; wait for the
+        last.
+        """
         if self.is_due(step, is_last):
             self._start_saving(step, is_last, config, metrics, progress)
 
@@ -146,7 +151,7 @@ class Checkpoints:
             self.wait_until_written()
 
     def wait_until_written(self) -> None:
-        """Until what was begun is on disk. Raises what went wrong there."""
+        """Wait for the pending checkpoint. Raises its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -182,9 +187,12 @@ class Checkpoints:
 
 
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
-    """The steps whose checkpoints are kept. `metrics`: the value of keep_best's metric for each step with a checkpoint,
-    None while it is unknown: an evaluation beside training may end after the checkpoint is written, so the last 3
-    checkpoints that are newer than all known values are kept."""
+    """Return the steps whose checkpoints are kept.
+
+    `metrics`: the value of keep_best's metric per checkpoint, None while unknown: an evaluation may
+    end
+    after its checkpoint is written, so the last 3 that are newer than all known values are kept.
+    """
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
         kept |= {step for step in metrics if step % policy.keep_every == 0}
@@ -198,9 +206,10 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
 
 
 def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
-    """The checkpoints that a run may go on from, best first; none: it starts at the start.
+    """Return the checkpoints to resume from, best first; empty to start from scratch.
 
-    True: the run's own, of which there must be one. "auto": if there is one. A path: that one. Raises ValueError.
+    True: the run's own, which must exist. "auto": its own, if any. A path: that one. Raises
+    ValueError.
     """
     if resume in (False, "never"):
         return []
@@ -224,7 +233,7 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
 
 
 def step_of(source: Path) -> int:
-    """The step that a checkpoint is of, as it says itself; 0 where it cannot be read."""
+    """Return the step of a checkpoint by its header, 0 if unreadable."""
     try:
         return int(json.loads((source / HEADER).read_text())["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -234,9 +243,9 @@ def step_of(source: Path) -> int:
 def restore_checkpoint(
     sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None
 ) -> int:
-    """Puts weights and optimiser back from the first of these that is whole; returns its step, 0 without any.
+    """Load weights and optimizer state from the first whole checkpoint; return its step, else 0.
 
-    Raises ValueError where the run would not be the same, and where all are damaged. All ranks restore together.
+    Raises ValueError if the configuration differs, and if all are damaged. Collective.
     """
     ranks = ranks or Ranks()
     at = len(sources)
@@ -260,7 +269,7 @@ def restore_checkpoint(
 
 
 def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
-    """Raises ValueError where a run that goes on from a checkpoint would learn something else."""
+    """Raise ValueError if a resumed run would train differently."""
     for key, was, found in find_differences(before, now):
         raise ValueError(
             f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}; "
@@ -269,7 +278,7 @@ def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
 
 
 def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:
-    """What the checkpoint of that step says of the orchestrator, for it to go on."""
+    """Return the orchestrator's progress in the checkpoint of that step."""
     for source in sources:
         found = read_progress(source / "orchestrator")
         if found is not None and found["step"] == step and "next" in found:
@@ -278,7 +287,7 @@ def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:
 
 
 def metrics_of(sources: list[Path], step: int) -> dict[str, float]:
-    """What the checkpoint of that step, which is whole, says of the step."""
+    """Return the metrics in the checkpoint of that step."""
     for source in sources:
         if source.name == f"step_{step}":
             metrics: dict[str, float] = json.loads((source / HEADER).read_text())["metrics"]
@@ -287,7 +296,7 @@ def metrics_of(sources: list[Path], step: int) -> dict[str, float]:
 
 
 def is_whole(source: Path) -> bool:
-    """Whether a checkpoint can be gone on from; says so where it cannot."""
+    """Return True if a checkpoint is usable; log the reason otherwise."""
     try:
         read_header(source)
     except Damaged as error:
@@ -299,7 +308,7 @@ def is_whole(source: Path) -> bool:
 
 
 def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors, which may be parts of larger ones, with what a whole checkpoint has under their names."""
+    """Load a checkpoint into tensors by name; they may be shards."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     expect_to_be_alone()
@@ -308,12 +317,12 @@ def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def expect_to_be_alone() -> None:
-    """That one process saves or loads by itself is nothing to warn of. (For all threads: torch writes in its own.)"""
+    """Silence torch's warning about saving without torch.distributed, in all threads."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 def forget_after(step: int, run: RunDirectory) -> None:
-    """Removes what a run wrote after its checkpoint of `step`: those steps are taken again."""
+    """Remove what a run wrote after its checkpoint of `step`, since those steps are repeated."""
     if run.metrics.exists():
         rows = [row for row in read_rows(run.metrics) if row["step"] <= step]
         rewrite_file(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
@@ -325,7 +334,7 @@ def forget_after(step: int, run: RunDirectory) -> None:
 
 
 def read_header(directory: Path) -> dict[str, Any]:
-    """The header of a whole checkpoint. Raises Damaged."""
+    """Return the header of a whole checkpoint. Raises Damaged."""
     try:
         header: dict[str, Any] = json.loads((directory / HEADER).read_text())
         for name, fingerprint in header["files"].items():
@@ -337,7 +346,7 @@ def read_header(directory: Path) -> dict[str, Any]:
 
 
 def _read_metric(found: dict[int, Path], name: str | None, file: Path) -> dict[int, float | None]:
-    """The value of a metric at each checkpoint: from its header, or from the rows of the run."""
+    """Return a metric's value at each checkpoint, from its header or the run's rows."""
     values: dict[int, float | None] = dict.fromkeys(found)
     if name is not None:
         values |= {
@@ -352,7 +361,7 @@ def _read_metric(found: dict[int, Path], name: str | None, file: Path) -> dict[i
 
 
 def _file_fingerprint(path: Path) -> list[int]:
-    """Size and CRC-32."""
+    """Return size and CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
         while block := file.read(2**24):

@@ -1,4 +1,4 @@
-"""A checkpoint as a model directory in Hugging Face format.
+"""Export a checkpoint as a model directory in Hugging Face format.
 
 checkpoints/step_N: fp32 weights ─ dtype ─► OUTPUT_DIR: model.safetensors, config and tokenizer of the model it began as
 """

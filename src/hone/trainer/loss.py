@@ -1,13 +1,16 @@
-"""The numbers that learning depends on: pure functions on tensors, pinned by tests that can be checked by hand.
+"""Losses: pure functions on tensors, pinned by tests that can be checked by hand.
 
-    logprobs ─ log r = trainer - sampler, a token's or its sequence's mean ─► a term a token (LOSSES) ─┐
-                 KL to a reference, entropy, as configured ────────────────────────────────────────────┴─► weighted sum
+    logprobs ─ log r = trainer - sampler, per token or sequence mean ─► a term per token (LOSSES) ─┐
+                 KL to a reference, entropy, as configured ────────────────────────────────────────┴─► weighted sum
 
-A loss is a function of `Tokens`; its keyword-only parameters are its keys. What it needs of the trainer stands beside
-its name (`config/loss_config.py`) or, for one of the user's own, in `@needs`.
+A loss is a function of `Tokens`; its keyword-only parameters are its configuration keys. The inputs
+that it needs from
+the trainer are declared beside its name (`config/loss_config.py`) or, for a user's function, with
+`@needs`.
 
-Which tokens weigh how much (`token_weights`) is decided over the whole batch, so the result does not depend on how the
-batch is split over micro-batches and ranks.
+Token weights (`token_weights`) are computed over the whole batch, so the result does not depend on
+how the batch is
+split over micro-batches and ranks.
 """
 
 import math
@@ -26,16 +29,17 @@ from hone.trainer.packing import Packed
 
 
 def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
-    """Sum of -log p(target), in fp32; divide by the number of targets of the whole batch."""
+    """Return the sum of -log p(target), fp32; divide by the targets of the whole batch."""
     ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
     return packed.compute_loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
 
 
 @dataclass
 class Tokens:
-    """What a loss sees of N tokens: with the need whole_sequences all tokens of each of their sequences, else any.
+    """Inputs of a loss for N tokens; with the need whole_sequences, all tokens of each sequence.
 
-    Gradients flow through the trainer's logprobs and log_ratio, and through entropy where that is needed.
+    Gradients flow through the trainer's logprobs and log_ratio, and through entropy if it is
+    needed.
     """
 
     trainer_logprobs: Tensor
@@ -58,7 +62,9 @@ Term = tuple[
 
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
-    """-r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling team 2025; PRIME-RL)."""
+    """Return -r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling
+    team 2025).
+    """
     keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (
         t.log_ratio <= _log_bound(mask_ratio_high)
     )
@@ -68,7 +74,9 @@ def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: fl
 
 
 def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
-    """-r A + tau (log r)^2; dropped where the probability has already moved by more than max_shift to A's side."""
+    """Return -r A + tau (log r)^2; dropped if the probability moved by more than max_shift to A's
+    side.
+    """
     shift = (t.trainer_logprobs.exp() - t.sampler_logprobs.exp()).detach()
     keep = torch.where(t.advantage > 0, shift <= max_shift, shift >= -max_shift)
     kept = torch.where(keep, t.log_ratio, 0.0)
@@ -76,7 +84,8 @@ def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
 
 
 def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017; clip-higher: DAPO, Yu et al. 2025).
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017; clip-higher:
+    DAPO 2025).
 
     With ratio_type "sequence" it is GSPO (Zheng et al. 2025).
     """
@@ -88,26 +97,31 @@ def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
 
 
 def cispo(t: Tokens, *, ratio_cap: float) -> Term:
-    """-min(r, cap) A log p, gradient through log p alone (MiniMax-M1, 2025)."""
+    """Return -min(r, cap) A log p, gradient only through log p (MiniMax-M1, 2025)."""
     weight = t.log_ratio.detach().exp()
     return -weight.clamp(max=ratio_cap) * t.advantage * t.trainer_logprobs, weight <= ratio_cap
 
 
 def tis(t: Tokens, *, ratio_cap: float) -> Term:
-    """-min(r, cap) A p / p', where p' is p without gradient: truncated importance sampling (Yao et al. 2025)."""
+    """Return -min(r, cap) A p / p', p' detached: truncated importance sampling (Yao et al. 2025)."""
     weight = t.log_ratio.detach().exp()
     one = (t.trainer_logprobs - t.trainer_logprobs.detach()).exp()
     return -weight.clamp(max=ratio_cap) * t.advantage * one, weight <= ratio_cap
 
 
 def sft(t: Tokens) -> Term:
-    """-log p: the sampled text, a teacher's for example, is learnt as it stands."""
+    """Return -log p, to imitate the sampled text, such as a teacher's."""
     return -t.trainer_logprobs, torch.ones_like(t.log_ratio, dtype=torch.bool)
 
 
 def opd(t: Tokens, **keys: float) -> Term:
-    """On-policy distillation: each token's advantage is log p(teacher) - log p(trainer), so that the reverse KL to the
-    teacher falls (Agarwal et al. 2024; Thinking Machines 2025). Out-of-bounds ratios are dropped as in `mask`."""
+    """Return the loss of on-policy distillation, with log p(teacher) - log p(trainer) as the
+    token's advantage.
+
+    It lowers the reverse KL to the teacher (Agarwal et al. 2024; Thinking Machines 2025).
+    Out-of-bounds
+    ratios are dropped as in `mask`.
+    """
     assert t.teacher_logprobs is not None
     return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
 
@@ -118,7 +132,7 @@ LOSSES: dict[str, Callable[..., Term]] = {
 
 
 def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Marks a loss of the user's own with what it needs (`config/loss_config.py`)."""
+    """Declare the inputs that a user's loss needs (`config/loss_config.py`)."""
 
     def mark_function(function: Callable[..., Any]) -> Callable[..., Any]:
         function.needs = names  # type: ignore[attr-defined]
@@ -129,7 +143,7 @@ def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @dataclass
 class Loss:
-    """A configured loss: its function with the keys set, and what it needs."""
+    """A configured loss: a function with its keys bound, and the inputs it needs."""
 
     config: LossConfig
     function: Callable[[Tokens], Term]
@@ -137,7 +151,7 @@ class Loss:
 
 
 def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
-    """A loss by its name, or a user's own by import path. Raises ValueError with the configuration's `key`."""
+    """Return a loss by its name or import path. Raises ValueError with the configuration `key`."""
     if config.type in KINDS:
         keys = {name: getattr(config, name) for name in config.loss_kind.keys - {"ratio_type"}}
         keys |= {"kl_tau": config.kl_coefficient} if "kl_tau" in keys else {}
@@ -158,7 +172,7 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
 
 @dataclass
 class PolicyLoss:
-    """`total` is this part's share of the loss of the whole batch; the rest is per token, detached."""
+    """`total` is this part's share of the batch's loss; other fields are per token, detached."""
 
     total: Tensor
     mismatch_kl: Tensor  # r - log r - 1 (k3, Schulman 2020)
@@ -178,9 +192,9 @@ def policy_loss(
     reference_logprobs_N: Tensor | None = None,
     teacher_logprobs_N: Tensor | None = None,
 ) -> PolicyLoss:
-    """The weighted sum of the configured loss over these tokens, each of the sequence that `sequence_N` names.
+    """Return the weighted sum of the configured loss; `sequence_N` numbers each token's sequence.
 
-    Raises ValueError where the loss needs a teacher's logprobs and has none.
+    Raises ValueError if the loss needs a teacher's logprobs and there are none.
     """
     config = loss.config
     if "teacher" in loss.needs and teacher_logprobs_N is None:
@@ -216,10 +230,11 @@ def policy_loss(
 
 
 def token_weights(lengths_S: list[int], config: LossConfig) -> list[float]:
-    """What a token of each sequence of the whole batch weighs; lengths in tokens with loss.
+    """Return the token weight of each sequence in the batch; lengths count tokens with loss.
 
-    tokens: all tokens of the batch the same (DAPO). sequences: all sequences the same, a token one share of its own
-    (GRPO, Shao et al. 2024). constant: 1 / (sequences x max_length), whatever their length (Dr. GRPO, Liu et al. 2025).
+    tokens: all tokens equal (DAPO). sequences: all sequences equal, split over their tokens (GRPO,
+    Shao et
+    al. 2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
     """
     count = sum(1 for n in lengths_S if n)
     if config.normalize == "tokens":
@@ -230,7 +245,7 @@ def token_weights(lengths_S: list[int], config: LossConfig) -> list[float]:
 
 
 def sequence_mean(x_N: Tensor, sequence_N: Tensor) -> Tensor:
-    """Each token's value replaced by the mean over its sequence."""
+    """Replace each token's value by the mean over its sequence."""
     count = int(sequence_N.max()) + 1 if len(sequence_N) else 0
     sums = x_N.new_zeros(count).index_add(0, sequence_N, x_N)
     sizes = x_N.new_zeros(count).index_add(0, sequence_N, torch.ones_like(x_N)).clamp(min=1)

@@ -1,10 +1,11 @@
-"""How much memory a training step takes, before it is taken. Imports no torch.
+"""Estimate the memory of a training step in advance. Imports no torch.
 
-    weights, fp32 masters, moments, a reference        always there
-    activations of a micro-batch, a part of the logits    the most where the way back begins
-    gradients, and those of half precision in fp32        the most at its end, when the optimiser moves the masters
+    weights, fp32 masters, moments, a reference        always
+    activations of a micro-batch, part of the logits       peak where backward begins
+    gradients, and those of half precision in fp32        peak at its end, when the optimizer updates masters
 
-The two do not meet: activations go while gradients come. Measured: benchmarks/memory_gpu.py.
+The two peaks do not coincide: activations are freed while gradients appear. Measured:
+benchmarks/memory_gpu.py.
 """
 
 from dataclasses import dataclass, fields
@@ -26,7 +27,7 @@ CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a training step by what they hold."""
+    """Bytes of a training step by content."""
 
     weights: int
     masters: int
@@ -38,7 +39,7 @@ class Estimate:
 
     @property
     def step_bytes(self) -> int:
-        """Beside weights and the optimiser's state."""
+        """Return the bytes beside weights and optimizer state."""
         return max(self.gradients, self.activations + self.logits)
 
     @property
@@ -66,9 +67,10 @@ def estimate_step(
     has_reference: bool = False,
     is_split: bool = False,
 ) -> Estimate:
-    """Of a step whose micro-batches have up to so many tokens; `itemsize`: bytes of a weight.
+    """Estimate a step with micro-batches of up to `tokens` tokens; `itemsize`: bytes per weight.
 
-    `has_reference`: a copy of the model is kept; `is_split`: there are several micro-batches, whose gradients add up.
+    `has_reference`: a copy of the model is kept; `is_split`: several micro-batches accumulate
+    gradients.
     """
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
@@ -107,7 +109,7 @@ def estimate_step(
 def estimate_rl(
     spec: ModelSpec, config: TrainerConfig, step_tokens: int, itemsize: int, micro_batch_tokens: int
 ) -> Estimate:
-    """Of a step of up to so many tokens, as the trainer is configured."""
+    """Estimate an RL step of up to `step_tokens` tokens as configured."""
     losses = [config.loss, *config.loss_of.values()]
     is_split = step_tokens > micro_batch_tokens or any(loss != config.loss for loss in losses)
     return estimate_step(
@@ -124,7 +126,7 @@ def estimate_rl(
 
 
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
-    """Numbers that are trained of an adapter, without whole modules."""
+    """Return the number of trained adapter weights, without whole modules."""
     return (
         lora.rank
         * spec.num_hidden_layers
@@ -133,8 +135,12 @@ def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
-    """Bytes of a token's activations: in each block both sums that are normed, qkv, what attention gives, and what the
-    feed-forward part keeps; with recomputing the block's input alone, and all of that for one block."""
+    """Return activation bytes per token.
+
+    In each block: both normed sums, qkv, attention output, and what the feed-forward part keeps;
+    with
+    recomputation each block's input, and all of that for one block.
+    """
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
     kept = (
@@ -147,8 +153,10 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
 def micro_batch_tokens(
     spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None
 ) -> int:
-    """How many tokens go through the model at once by default: FEW_TOKENS, on a GPU of so many bytes up to MANY_TOKENS,
-    as far as their activations take a fifth of its memory at most."""
+    """Return the default tokens per micro-batch: FEW_TOKENS, on a GPU up to MANY_TOKENS.
+
+    Activations may take a fifth of the GPU's memory.
+    """
     if device_bytes is None:
         return FEW_TOKENS
     return max(

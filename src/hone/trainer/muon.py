@@ -1,8 +1,11 @@
-"""Muon (Jordan et al. 2024): a matrix moves by its momentum, made orthogonal, whatever the size of its gradient.
+"""Muon (Jordan et al. 2024): update matrices by their orthogonalized momentum, whatever the
+gradient's size.
 
-gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal ─► W - lr 0.2 sqrt(max(M, N)) O
+gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal ─► W - lr
+0.2 sqrt(max(M, N)) O
 
-The factor gives updates the size that AdamW's have, so that both share one learning rate (Moonlight, Liu et al. 2025).
+The factor gives updates AdamW's size, so that both share one learning rate (Moonlight, Liu et al.
+2025).
 """
 
 import math
@@ -28,9 +31,10 @@ def step_muon(
     weight_decay: float,
     splits: Sequence[Callable[[Tensor], list[Tensor]]],
 ) -> None:
-    """Moves parameters. A parameter's `split` cuts it into the matrices stacked in it, which move each by itself.
+    """Update parameters. `splits` divides each parameter into stacked matrices, which are updated
+    separately.
 
-    A weight and momentum that are split over ranks are taken with this rank's part of the gradient; collective then.
+    Sharded weights and momenta are given with this rank's part of the gradient; collective then.
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):

@@ -1,4 +1,4 @@
-"""AdamW and Muon, schedule and clipping, over fp32 masters where the weights are stored in half precision."""
+"""AdamW and Muon with schedule and clipping, over fp32 masters of half-precision weights."""
 
 import logging
 import math
@@ -24,8 +24,10 @@ log = logging.getLogger("hone")
 def learning_rate(
     optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int
 ) -> float:
-    """The rate of step `step` (from 1): linear warm-up, then the schedule down to min_lr, which a step after the last
-    would have: at a rate of 0 the last step itself would change nothing."""
+    """Return the rate of step `step` (from 1): linear warm-up, then the schedule to min_lr.
+
+    min_lr is reached one step after the last, so that the last step still has an effect.
+    """
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
     span = max(max_steps - schedule.warmup_steps, 1)
@@ -48,14 +50,18 @@ def learning_rate(
 
 
 class Optimizer:
-    """AdamW (Loshchilov & Hutter 2019) on a model's parameters, in place: their storage never moves, so a sampler
-    may read it. Half-precision parameters are rounded from fp32 masters. With `type` muon the matrices of the blocks
-    are moved by Muon (`muon.py`), each of the parts that are stored together by itself.
+    """In-place AdamW (Loshchilov & Hutter 2019): parameters keep their storage, so a sampler may
+    read it.
 
-    Gradients of several ranks are summed. Of a model that is split over ranks, each moves its own part.
+    Half-precision parameters are rounded from fp32 masters. With `type` muon, Muon updates the
+    blocks'
+    matrices (`muon.py`), each of those stored together by itself. Gradients are summed over ranks;
+    of a
+    sharded model each rank updates its own part.
 
-    Calls torch's fused kernel itself: constructing `torch.optim.AdamW` imports the compiler, which takes longer
-    than loading a small model. Equality with it is tested.
+    Uses torch's fused kernel directly: constructing `torch.optim.AdamW` imports the compiler, which
+    takes
+    longer than loading a small model. Tests check equality with it.
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
@@ -125,7 +131,7 @@ class Optimizer:
         )
 
     def _new_state(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
-        """A part of the state in the shape of `like`, zeros or a value, where the state is kept."""
+        """Return a state tensor shaped like `like`, where the state is stored."""
         if self.is_away:
             zeros = reachable_zeros(like.shape, dtype)
             return zeros if value is None else zeros.copy_(value.detach())
@@ -137,7 +143,7 @@ class Optimizer:
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """After one of several micro-batches: adds its gradients to sums in fp32, where half precision would round."""
+        """Add a micro-batch's gradients to fp32 sums, where half precision would round."""
         if self.masters is self.parameters:
             return  # summed where they are
         grads = self.local_gradients()
@@ -149,9 +155,9 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Clips, steps and clears the gradients; returns their norm before clipping.
+        """Clip, update, and clear the gradients; return their norm before clipping.
 
-        Where the norm is not finite, or over `skip_norm`, nothing is done.
+        Nothing is updated if the norm is not finite or exceeds `skip_norm`.
         """
         grads, self._sums = self._sums or self.local_gradients(), None
         if not self.is_own or self.ranks.count > 1:
@@ -178,8 +184,9 @@ class Optimizer:
 
     @torch.no_grad()
     def compile_kernels(self) -> None:
-        """Has the kernels of a plain step compiled and loaded: takes the norm of the gradients that there are, clears
-        them, and steps with a few numbers beside the weights, which stay as they are."""
+        """Compile a step's kernels: compute and clear the gradients' norm, and step a few dummy
+        numbers.
+        """
         self.gradient_norm(self.local_gradients())
         torch._foreach_add_(self.steps, 0)
         if self.is_own:
@@ -230,14 +237,14 @@ class Optimizer:
             )
 
     def local_gradients(self) -> list[Tensor]:
-        """This rank's part of each; zeros where there is none."""
+        """Return this rank's part of each gradient, zeros if there is none."""
         return [
             torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad)
             for p in self.parameters
         ]
 
     def gradient_norm(self, grads: list[Tensor]) -> float:
-        """Of all gradients together."""
+        """Return the norm of all gradients together."""
         norm = _total_norm(grads)
         return float(self.ranks.sum_over_ranks(norm.square()).sqrt() if self.is_sharded else norm)
 
@@ -249,7 +256,7 @@ class Optimizer:
             parameter.grad = None
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything that a resume needs, by name."""
+        """Return everything that a resume needs, by name."""
         if self.is_away:
             torch.cuda.synchronize(self.device)  # the CPU will read what the GPU writes
         kinds = {
@@ -267,13 +274,13 @@ class Optimizer:
 
     @torch.no_grad()
     def follow_masters(self) -> None:
-        """After masters have moved, or a state was loaded in place: the parameters are what they say."""
+        """Update parameters from their masters, after an update or a load."""
         if self.masters is not self.parameters:
             torch._foreach_copy_([*self.parameters], [*self.masters])
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """Of all together. On a CPU row by row: torch's sum of a whole tensor depends on the number of threads."""
+    """Return the norm of all tensors; row by row on a CPU, independent of the number of threads."""
     if grads[0].device.type != "cpu":
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))

@@ -47,7 +47,7 @@ class Packed:
     source_N: np.ndarray  # the same of each target
 
     def target_hidden(self, model: Transformer) -> Tensor:
-        """Hidden states that predict the targets, N x D; no other position leaves the last block."""
+        """Return hidden states that predict the targets, N x D; the last block computes no others."""
         hidden_KD = model(
             self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K
         )
@@ -58,11 +58,11 @@ class Packed:
         )  # its gradient adds up in one order, index_select's on a GPU does not
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
-        """What the targets have of values of all tokens, N. Does not wait for what the device is doing."""
+        """Select the targets' values, N, from values of all tokens, without synchronizing."""
         return to_device(flatten_rows(values, np.float32)[self.source_N], self.tokens_T.device)
 
     def count_flops(self, spec: ModelSpec) -> float:
-        """That the model needs for it, forward: all tokens, those that each attends to, the head for targets."""
+        """Return the forward FLOPs: all tokens, their attention, and the head for targets."""
         _, lengths, _, before = self.attention.sequences.rows.T
         tokens = max(len(self.tokens_T), 1)
         context = float((lengths * (before + lengths / 2)).sum()) / tokens
@@ -71,14 +71,16 @@ class Packed:
     def target_logprobs(
         self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Logprobs of the targets, and the entropies of the distributions they were drawn from, N each."""
+        """Return logprobs of the targets, and entropies of their distributions, N each."""
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
 
     def compute_loss(
         self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
     ) -> Tensor:
-        """The sum of `compute_loss(part, logprobs, entropies)` over slices of the targets (`kernels/head.py`)."""
+        """Return the sum of `loss(part, logprobs, entropies)` over slices of targets
+        (`kernels/head.py`).
+        """
         hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
         return head_loss(
             hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient
@@ -88,7 +90,9 @@ class Packed:
 def pack_sequences(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Packs sequences; `masks[i][j]` says that token j of sequence i is a target. A first token never is one."""
+    """Pack sequences; `masks[i][j]` marks token j of sequence i as a target. A first token never is
+    one.
+    """
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
     flat, ends = flatten_rows(ids, np.int64), np.cumsum(lengths)
@@ -105,23 +109,24 @@ def pack_sequences(
 
 
 def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
-    """Rows end to end: lists in one pass, where an array of each would cost as much as the rest of packing."""
+    """Concatenate rows; lists in one pass, which is as fast as the rest of packing."""
     if rows and isinstance(rows[0], np.ndarray):
         return np.concatenate(rows).astype(dtype, copy=False)
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
-    """What comes before the first target; nothing where there is none."""
+    """Return the tokens before the first target; empty if there is none."""
     return tuple(np.asarray(ids[: int(np.argmax(mask))]).tolist())
 
 
 def pack_shared(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Like `pack_sequences`, with the prompt that neighbouring sequences share laid down and computed once.
+    """Pack sequences like `pack_sequences`, with prompts shared by neighbours computed once.
 
-    Needs a target in every sequence, not as its first token. Same logits and gradients, in fewer tokens.
+    Every sequence needs a target that is not its first token. Same logits and gradients, in fewer
+    tokens.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
@@ -167,10 +172,12 @@ def pack_shared(
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Indices of the sequences in micro-batches of at most `budget` tokens (a longer one stands alone), of like size.
+    """Divide sequences into similar micro-batches of at most `budget` tokens; a longer one stands
+    alone.
 
-    Best fit decreasing: the longest first, each into the fullest micro-batch that has room for it. At most 11/9 of the
-    fewest that are possible, plus one.
+    Best fit decreasing: the longest first, each into the fullest micro-batch with room. At most
+    11/9 of the
+    fewest possible, plus one.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
@@ -194,7 +201,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def split_by_prompt(
     prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """Like `split_by_tokens`, with sequences of the same prompt side by side and a shared prompt counted once."""
+    """Divide like `split_by_tokens`, keeping equal prompts together and counting them once."""
     first: dict[tuple[int, ...], int] = {}
     group = [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
     side_by_side = sorted(range(len(lengths)), key=group.__getitem__)
@@ -217,7 +224,7 @@ def split_by_prompt(
 def share_by_prompt(
     ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]
 ) -> list[int]:
-    """Indices of this rank's sequences. Those of a prompt stay together where that gives no rank more to do."""
+    """Return this rank's sequences; equal prompts stay together if that adds no rank's work."""
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         groups[prompt].append(i)
@@ -238,7 +245,9 @@ def share_by_prompt(
 
 
 def _split_evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
-    """Splits by the smallest budget that gives no more micro-batches than this one, so that none is nearly empty."""
+    """Split with the smallest budget that needs no more micro-batches, so that none is nearly
+    empty.
+    """
     parts, least, most = split(budget), 1, budget
     while least < most:
         middle = (least + most) // 2

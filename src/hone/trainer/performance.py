@@ -1,4 +1,4 @@
-"""How fast and how large: memory kept between steps, model FLOP utilisation, peak memory."""
+"""Performance of training: memory reuse between steps, model FLOP utilization, peak memory."""
 
 import ctypes
 import resource
@@ -22,7 +22,7 @@ PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
 
 
 class Laps:
-    """Seconds by name, of what was done since the lap before; waits for the device at each, if it is on."""
+    """Seconds by name since the last lap; synchronizes at each, if it is on."""
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
         self.device, self.is_on = device, is_on
@@ -42,7 +42,7 @@ class Laps:
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep what a step frees for the next one: handing it back costs thousands of page faults a step."""
+    """Make glibc keep freed memory for the next step; returning it costs thousands of page faults."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries
         if mallopt is not None:
@@ -51,7 +51,7 @@ def keep_freed_memory() -> None:
 
 
 def model_flops_utilization(flops_per_second: float, device: torch.device) -> float | None:
-    """Share of the card's dense bf16 rate; None where that rate is not known (a CPU, an unlisted card)."""
+    """Return the share of the card's dense bf16 rate, None if that is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -60,12 +60,12 @@ def model_flops_utilization(flops_per_second: float, device: torch.device) -> fl
 
 
 def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None for other devices."""
+    """Return the memory of a GPU, None for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Of the device so far; on a CPU, of this process."""
+    """Return the peak memory of the device, on a CPU of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
@@ -78,7 +78,7 @@ WARM_UP = 3  # steps before those that are measured
 def print_bench(
     name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]
 ) -> None:
-    """A table of measured steps (their metrics), and of the shares of what they did."""
+    """Print a table of measured steps, and the shares of their parts."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,5 @@
-"""The processes that train one model together, under torchrun: each takes a share of the sequences.
+"""Ranks: processes that train one model together under torchrun, each with a share of the
+sequences.
 
     batch ─ shares of like cost ─► rank 0 … n - 1: forward, backward ─ sum of gradients ─► the same step on all
 
@@ -30,8 +31,9 @@ class Ranks:
 
     @staticmethod
     def join_ranks(timeout: float) -> "Ranks":
-        """Meets the others that torchrun has started; the only one without it. `timeout`: seconds that one may wait
-        for another."""
+        """Join torchrun's other processes, or be the only one. `timeout`: seconds to wait for
+        another.
+        """
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1:
             return Ranks()
@@ -52,14 +54,14 @@ class Ranks:
         return self.rank == 0
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Wait until every rank has called this."""
         if self.count > 1:
             import torch.distributed as dist
 
             dist.barrier()
 
     def any_rank(self, is_so: bool, device: torch.device) -> bool:
-        """Whether it is so on any rank; the same on all."""
+        """Return True if `is_so` on any rank; the same on all."""
         return bool(self.all_reduce_max(int(is_so), device))
 
     def leave_ranks(self) -> None:
@@ -70,13 +72,13 @@ class Ranks:
             dist.destroy_process_group()
 
     def own_share(self, items: Sequence[T], costs: Sequence[float]) -> list[T]:
-        """This rank's balanced share of the items, in their order."""
+        """Return this rank's balanced share of the items, in order."""
         return [items[i] for i in self.balanced_shares(costs)[0]]
 
     def balanced_shares(self, costs: Sequence[float]) -> tuple[list[int], float]:
-        """Indices of this rank's items, and the total cost of the rank that has the most.
+        """Return this rank's item indices, and the total cost of the busiest rank.
 
-        The costliest item is given out first, each to the rank with the least so far. `costs`: of all items.
+        Items are assigned by decreasing cost, each to the rank with the least so far.
         """
         loads = [0.0] * self.count
         mine = []
@@ -88,7 +90,7 @@ class Ranks:
         return sorted(mine), max(loads)
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum over all ranks, on each."""
+        """Return the sum over all ranks."""
         if self.count > 1:
             import torch.distributed as dist
 
@@ -97,7 +99,7 @@ class Ranks:
         return x
 
     def sum_each(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The sum over all ranks of each of them, in one message."""
+        """Sum each tensor over all ranks, in one message."""
         if self.count == 1:
             return tensors
         flat = self.sum_over_ranks(torch.cat([x.reshape(-1) for x in tensors]))
@@ -105,7 +107,7 @@ class Ranks:
         return [part.view_as(x) for part, x in zip(parts, tensors, strict=True)]
 
     def all_reduce_max(self, number: int, device: torch.device) -> int:
-        """The largest of the numbers that the ranks give, on each of them."""
+        """Return the maximum over all ranks."""
         if self.count == 1:
             return number
         import torch.distributed as dist
@@ -115,7 +117,7 @@ class Ranks:
         return int(x)
 
     def gather_numbers(self, x_N: Tensor) -> NDArray[np.float64]:
-        """The numbers of all ranks, end to end."""
+        """Return the numbers of all ranks, concatenated."""
         if self.count == 1:
             return x_N.double().cpu().numpy()
         import torch.distributed as dist

@@ -1,8 +1,9 @@
-"""One model over several GPUs by FSDP2: a rank stores a part of each weight, and a block is whole only while it runs.
+"""Shard a model over GPUs with FSDP2: a rank stores a part of each weight, and gathers blocks as
+they run.
 
     fp32 parts of all ranks ─ gather a block, in bf16 ─► forward, backward ─ sum over ranks, in fp32 ─► their gradients
 
-Gathers and sums are collective: all ranks go through the model equally often, with tokens of their own.
+Gathers and sums are collective: all ranks make the same number of passes, with their own tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +23,9 @@ from hone.trainer.ranks import Ranks
 
 
 def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
-    """Splits the model among the ranks, where there are several and the configuration wants it: auto, on GPUs."""
+    """Shard the model over the ranks, if there are several and the configuration asks for it (auto:
+    on GPUs).
+    """
     device = model.embed.weight.device
     if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
         return
@@ -52,19 +55,19 @@ def is_sharded(model: Transformer) -> bool:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """This rank's part, sharing storage; of a tensor that is not split, all of it."""
+    """Return this rank's part, sharing storage; all of a tensor that is not sharded."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
 
 def gather_whole(x: Tensor) -> Tensor:
-    """All parts together; collective."""
+    """Gather all parts; collective."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
 
 def as_part_of(part: Tensor, like: Any) -> Tensor:
-    """A tensor whose part on this rank is given, split as `like` is."""
+    """Return a tensor sharded like `like`, from this rank's part."""
     if not hasattr(like, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
@@ -75,7 +78,7 @@ def as_part_of(part: Tensor, like: Any) -> Tensor:
 
 
 def part_of(x: Tensor, like: Any) -> Tensor:
-    """This rank's part of a tensor that all ranks have whole, split as `like` is."""
+    """Return this rank's part of a tensor that all ranks have whole, sharded like `like`."""
     if not hasattr(like, "to_local"):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -84,8 +87,10 @@ def part_of(x: Tensor, like: Any) -> Tensor:
 
 
 class Export:
-    """The model for servers and files: all shards gathered, adapters merged, in `dtype`. A model that is not sharded
-    and has no adapters is returned itself, without a copy."""
+    """The model for servers and files: gathered, adapters merged, in `dtype`.
+
+    A model that is not sharded and has no adapters is returned itself, without a copy.
+    """
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model, self.ranks, self.dtype = model, ranks, dtype
@@ -94,7 +99,9 @@ class Export:
 
     @torch.no_grad()
     def __call__(self, merged: bool = True) -> Transformer | None:
-        """Collective; None on all ranks but the first. Without `merged` as it is under its adapters."""
+        """Return the model, None on all ranks but the first; `merged=False` leaves adapters out.
+        Collective.
+        """
         if self.is_plain:
             return self.model if self.ranks.is_first else None
         if self._copy is None and self.ranks.is_first:
@@ -122,10 +129,11 @@ class Export:
         write_more: Callable[[Path], None] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Write the model as a directory in HF format, in it the adapter if there is one (lora_adapters/); or the
-        adapter alone. `write_more` adds to the directory before it appears; a `chat_template` replaces the source's.
+        """Write the model directory, with adapters in lora_adapters/, or the adapter alone.
 
-        Collective; the first rank writes, and alone asks `where`.
+        `write_more` adds files before the directory appears; a `chat_template` replaces the
+        source's.
+        Collective; the first rank writes, and only it calls `where`.
         """
         model, adapter = (
             None if adapter_alone else self(),
@@ -148,12 +156,12 @@ class Export:
         return next((lora.config for lora in lora_modules(self.model)), None)
 
     def adapter_tensors(self) -> dict[str, Tensor]:
-        """What is trained of an adapter, in peft's names. Collective."""
+        """Return the trained adapter tensors by peft's names. Collective."""
         self._reshard_model()
         return adapter_tensors(self.model, gather_whole)
 
     def write_adapter(self, base: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
-        """An adapter of a model of that name, as peft's files."""
+        """Write an adapter of the model `base` in peft's format."""
         assert self.lora_config is not None
         write_adapter(tensors, self.lora_config, self.model.spec, base, directory)
 

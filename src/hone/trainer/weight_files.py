@@ -25,7 +25,10 @@ def save_weights(
     base: str,
     values: dict[str, float],
 ) -> None:
-    """Collective; the first rank writes. `base`: the name of the model that was trained; `values`: the step's own."""
+    """Write the weights of a step. Collective; the first rank writes.
+
+    `base`: name of the trained model; `values`: metrics of the step.
+    """
     where, alone, more = partial(run.weights_for, step), False, None
     if run.layout == "trainer":
         alone, more = (
@@ -38,7 +41,7 @@ def save_weights(
 def write_state(
     metrics: Path, step: int, max_steps: int, values: dict[str, float], directory: Path
 ) -> None:
-    """trainer_state.json as transformers' TrainerState reads it: where training is, and what was told of each step."""
+    """Write trainer_state.json as transformers' TrainerState reads it."""
     rows: dict[int, dict[str, Any]] = {}
     for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own
         if 0 < row["step"] <= step:

@@ -1,4 +1,4 @@
-"""A LoRA adapter as files in peft's format, and once the weights that it is for; a server merges one into the other.
+"""Send a LoRA adapter as peft files, and once its base weights; a server merges them.
 
 broadcasts/base/model.safetensors, broadcasts/step_N/{adapter_config.json, adapter_model.safetensors}
 """

@@ -1,9 +1,10 @@
-"""How batches travel from the orchestrator to the trainer: one interface, and files.
+"""Transport of batches from the orchestrator to the trainer: an interface, and files.
 
     orchestrator ── put ──► rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ── take ──► trainer
 
-Directories are listed, not asked for by name: a network file system may hide a new name for a minute from those who
-asked too early. A batch carries the run's id, so that what an earlier run left behind is never taken for this one's.
+Directories are listed, not opened by name: a network file system may hide a new name for a minute
+from those who asked
+too early. A batch carries the run's id, so that files of an earlier run are ignored.
 """
 
 import json
@@ -23,19 +24,19 @@ BATCH, PROGRESS = "batch.safetensors", "progress.json"
 
 
 class Batches(ABC):
-    """The batches of one run."""
+    """Transport of one run's batches."""
 
     @abstractmethod
     def put(self, batch: Batch, place: Path) -> None:
-        """Hands a batch on; `place` is the directory of its step, which is about to be published."""
+        """Send a batch; `place` is the directory of its step, about to be published."""
 
     @abstractmethod
     def take(self, step: int) -> Batch | None:
-        """The batch of a step once it is there; the same again until it is acknowledged."""
+        """Return the batch of a step if it is there, again and again until it is acknowledged."""
 
     @abstractmethod
     def acknowledge(self, step: int) -> None:
-        """The step has been taken and what follows from it is kept: its batch is needed no more."""
+        """Confirm that the step is done and saved; its batch is no longer needed."""
 
 
 class FileBatches(Batches):
@@ -90,7 +91,7 @@ class FileBatches(Batches):
 
 
 def read_batch(file: Path, run: str) -> Batch | None:
-    """The batch there; None if it is of another run."""
+    """Read a batch; None if it belongs to another run."""
     with safe_open(file, framework="numpy") as reader:
         header = reader.metadata()
         if header["run"] != run:
@@ -122,7 +123,9 @@ def read_batch(file: Path, run: str) -> Batch | None:
 
 
 def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
-    """Experts of the samples' tokens end to end, of each all but the last and `spare` rows more; -1 where unknown."""
+    """Return the experts of the samples' tokens, each without the last, and `spare` rows; -1 where
+    unknown.
+    """
     width = next(s.routing.shape[1] for s in samples if s.routing is not None)
     lengths = [len(s.ids) - 1 + spare for s in samples]
     rows, start = np.full((sum(lengths), width), -1, dtype=np.int16), 0
@@ -138,7 +141,7 @@ def write_progress(progress: dict[str, Any], directory: Path) -> None:
 
 
 def read_progress(directory: Path) -> dict[str, Any] | None:
-    """What an orchestrator that goes on after the step of this directory needs to know; None where it was not said."""
+    """Return the progress saved in a step's directory, None if there is none."""
     try:
         progress: dict[str, Any] = json.loads((directory / PROGRESS).read_text())
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Waits between processes: each has a name and a deadline, says now and then that it waits, and sees its peer die."""
+"""Waits between processes with names and deadlines, and heartbeats."""
 
 import contextlib
 import logging
@@ -37,7 +37,7 @@ class Beside:
 
 
 class Pulse(Beside):
-    """Shows others that this process lives, by changing a file twice a second."""
+    """Show that this process is alive by changing a file twice a second."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -61,7 +61,9 @@ class Pulse(Beside):
 
 
 class PulseOf:
-    """Another process's pulse. Compares what it reads, not clocks: the file may be on another machine's disk."""
+    """The heartbeat of another process. Compares contents, not clocks, which may differ between
+    machines.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,7 +72,7 @@ class PulseOf:
         self._looked = self._since = time.monotonic()
 
     def is_beating(self) -> bool:
-        """Whether it was seen to change within the last seconds. False at first: one file proves nothing."""
+        """Return True if it changed within the last seconds; False before a change was seen."""
         now = time.monotonic()
         if now - self._looked > BEAT / 2:
             self._looked, value = now, self._read_pulse()
@@ -79,14 +81,14 @@ class PulseOf:
         return self._changed is not None and now - self._changed < machine.silence_seconds()
 
     def is_silent(self) -> bool:
-        """Whether nothing changed for long enough to call it dead."""
+        """Return True if it has not changed for so long that the process counts as dead."""
         return (
             not self.is_beating()
             and time.monotonic() - (self._changed or self._since) > machine.silence_seconds()
         )
 
     def is_dead(self) -> bool:
-        """Whether it has been silent for too long to come back."""
+        """Return True if it has been silent for too long to come back."""
         return self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH
 
     def _read_pulse(self) -> str | None:
@@ -97,9 +99,9 @@ class PulseOf:
 
 
 class Watch(Beside):
-    """A thread that logs when a peer stops giving signs of life and when it gives them again.
+    """A thread that logs when a peer's heartbeat stops and when it returns.
 
-    A peer that has not given any yet is not reported.
+    Peers without any heartbeat so far are not reported.
     """
 
     def __init__(self, peers: dict[str, Path], log: logging.Logger) -> None:
@@ -127,14 +129,14 @@ class Watch(Beside):
 
 
 class Wait:
-    """One wait: `is_check_due` raises at its deadline, and says every half minute what is waited for."""
+    """One wait: `is_check_due` raises at the deadline, and logs twice a minute what is awaited."""
 
     def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
         self.what, self.seconds, self.log, self.hint = what, seconds, log, hint
         self.start = self.reminded = self.second = time.monotonic()
 
     def is_check_due(self) -> bool:
-        """True about once a second: the time for checks that cost more than a look."""
+        """Return True about once a second, when costly checks are due."""
         now = time.monotonic()
         if now - self.start > self.seconds:
             raise ConnectionError(
@@ -151,7 +153,7 @@ class Wait:
 def wait_for(
     wait: Wait, ready: Callable[[], T | None], each_second: Callable[[], None] = lambda: None
 ) -> T:
-    """What `ready` gives once it is not None. `each_second` may raise for what makes waiting vain."""
+    """Return the result of `ready` once it is not None. `each_second` may raise to end the wait."""
     while True:
         value = ready()
         if value is not None:

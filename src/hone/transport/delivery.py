@@ -1,8 +1,9 @@
-"""What the trainer says about a version of the weights: published by rename, found by listing.
+"""Deliveries: the trainer's description of a policy version, published by rename and found by
+listing.
 
-    trainer ── broadcasts/step_N/{config.json, delivery.json, STABLE, and what the way of the weights puts there} ──►
+    trainer ── broadcasts/step_N/{config.json, delivery.json, STABLE, and files of the transport} ──►
 
-It carries the run's id, so that what an earlier run left behind is never taken for this one's.
+A delivery carries the run's id, so that files of an earlier run are ignored.
 """
 
 import json
@@ -21,12 +22,12 @@ TEXT = "text"  # tokenizer and template of all versions, beside them
 
 
 class Superseded(Exception):
-    """The trainer has gone on: the version that was asked for is no more."""
+    """The requested version is gone; the trainer has a later one."""
 
 
 @dataclass(frozen=True)
 class Canary:
-    """A fixed sequence and the logprobs of its tokens after the first: what proves that two models are the same."""
+    """A fixed sequence and the logprobs of its tokens after the first, to compare two models."""
 
     ids: list[int]
     logprobs: list[float]
@@ -34,10 +35,11 @@ class Canary:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What the trainer says about published weights. `metrics` are those of the step that made them.
+    """Description of published weights. `metrics` are those of the step that made them.
 
-    `checksum` and `fingerprints`, one a weight, are of the whole model, whatever of it travels. `transport` is what a
-    receiver has to know.
+    `checksum` and `fingerprints` (one per weight) cover the whole model, whatever part is sent.
+    `transport` is
+    the message to the receiver.
     """
 
     run: str
@@ -53,7 +55,7 @@ class Delivery:
 
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
-    """The last files of a version's directory, which is yet to appear."""
+    """Write the last files of a version's directory, which is about to appear."""
     descriptor = os.open(
         directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
     )  # it may have a secret
@@ -63,7 +65,7 @@ def write_delivery(delivery: Delivery, directory: Path) -> None:
 
 
 def read_delivery(directory: Path) -> Delivery | None:
-    """What was delivered there; None where nothing is (it may have been removed by now)."""
+    """Read a delivery, None if there is none (it may have been removed)."""
     try:
         values = json.loads((directory / DELIVERY).read_text())
     except FileNotFoundError:
@@ -72,7 +74,7 @@ def read_delivery(directory: Path) -> Delivery | None:
 
 
 def remove_before(parent: Path, step: int) -> None:
-    """Removes the published directories of earlier steps."""
+    """Remove the published directories of earlier steps."""
     for old, directory in steps_in(parent).items():
         if old < step:
             shutil.rmtree(directory, ignore_errors=True)

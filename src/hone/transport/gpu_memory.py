@@ -1,11 +1,12 @@
-"""Tensors in one piece of memory: sent to others a few large stretches at a time, or, by its CUDA IPC handle, read by
-processes of the same machine, from the same GPU or over NVLink or PCIe from another.
+"""Tensors in one block of memory, sent in few large transfers or shared by CUDA IPC.
 
-    owner: Owned(tensors like these) ── describe_memory(): layout and handle, as JSON ──► reader: map_memory(words, its GPU)
-           Stamp().changed(version) ── words() ──────────────────────────────► StampReader(words).kept()
+Readers are processes of the same machine, on the same GPU or another one over NVLink or PCIe.
 
-A `Stamp` says which version the contents are, and keeps their owner from changing them while somebody reads. Where none
-is used, owner and reader have to tell each other.
+    owner: Owned(tensors like these) ── describe_memory(): layout and handle, as JSON ──► reader: map_memory(words, GPU)
+           Stamp().change_version(version) ── describe_stamp() ─────────────────► StampReader(words).hold_version()
+
+A `Stamp` holds the version of the contents, and keeps their owner from changing them while somebody
+reads.
 """
 
 import fcntl
@@ -29,7 +30,9 @@ Layout = list[tuple[str, str, list[int], int]]  # of each tensor its name, dtype
 
 
 def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Layout, int]:
-    """Where tensors of these shapes stand, in this dtype or their own, by the order of their names; bytes of all."""
+    """Return the offsets of tensors in order of names, in this dtype or their own, and the total
+    bytes.
+    """
     layout: Layout = []
     size = 0
     for name, tensor in sorted(like.items()):
@@ -40,7 +43,7 @@ def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> t
 
 
 class Owned:
-    """Room for tensors of these shapes and types, in one piece; `tensors`: by their names."""
+    """A block of memory for tensors of these shapes and types; `tensors`: by name."""
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device | str) -> None:
         self.layout, size = layout_of(like)
@@ -48,22 +51,25 @@ class Owned:
         self.tensors = tensors_in(self.memory, self.layout)
 
     def describe_memory(self) -> dict[str, Any]:
-        """What one reader needs to open it, once."""
+        """Return the handle for one reader, to be opened once."""
         _, *handle = self.memory.untyped_storage()._share_cuda_()
         plain = [b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
         return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
 
 
 def open_tensors(words: dict[str, Any]) -> dict[str, Tensor]:
-    """The owner's tensors, as this process's present GPU reaches them."""
+    """Return the owner's tensors, mapped for this process's current GPU."""
     return tensors_in(
         map_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"]
     )
 
 
 def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
-    """All of the owner's memory, as this GPU reaches it: its own, or that of another GPU of the machine, which this
-    process need not see. Raises RuntimeError where it cannot be reached."""
+    """Map the owner's memory for this GPU, from itself or another GPU, which need not be visible
+    here.
+
+    Raises RuntimeError if it cannot be reached.
+    """
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
     handle[-1] = False  # not to wait for the owner's work on its GPU
     with torch.cuda.device(device):
@@ -72,8 +78,9 @@ def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
 
 
 class Stamp:
-    """The version of what stands in memory that other processes of the machine read, in a file without a name. Who
-    reads has it locked, so that one that dies reads no more."""
+    """The version of shared memory, in an unnamed file that readers lock; locks end with their
+    process.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
@@ -81,7 +88,7 @@ class Stamp:
         self._write_version(NONE)
 
     def describe_stamp(self) -> dict[str, Any]:
-        """What a reader needs, as plain data."""
+        """Return what a reader needs, as plain data."""
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return {"path": path, "file": _file_identity(self._file)}
 
@@ -91,8 +98,12 @@ class Stamp:
 
     @contextmanager
     def change_version(self, version: int, seconds: float) -> Iterator[bool]:
-        """While the contents become another version, and are none if that fails: waits until nobody reads them, so
-        many seconds at most, or not at all where that was in vain the last time; gives whether nobody reads them."""
+        """Context manager that changes the version; the contents have none if it fails.
+
+        Waits up to `seconds` for readers, or not at all if that was in vain the last time; yields
+        True if nobody
+        reads.
+        """
         self._was_alone = _acquire_lock(
             self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0
         )
@@ -105,8 +116,9 @@ class Stamp:
 
 
 class StampReader:
-    """Raises OSError where the owner's file cannot be reached: it is gone, another user's, or of another PID
-    namespace."""
+    """Reader of a Stamp. Raises OSError if the owner's file is gone, or of another user or PID
+    namespace.
+    """
 
     def __init__(self, words: dict[str, Any]) -> None:
         def at_once(path: str, flags: int) -> int:
@@ -118,8 +130,11 @@ class StampReader:
 
     @contextmanager
     def hold_version(self, seconds: float) -> Iterator[int]:
-        """The version of the contents, which stays meanwhile. Waits at most so many seconds while they change. Raises
-        RuntimeError where they go on changing, and at the end where the owner would wait no longer."""
+        """Context manager that yields the version and keeps it, waiting up to `seconds` for a
+        change.
+
+        Raises RuntimeError if changes do not end, and at the end if the owner would no longer wait.
+        """
         if not _acquire_lock(self._file, fcntl.LOCK_SH, seconds):
             raise RuntimeError(f"they have been changing for {seconds:.0f} s")
         try:
@@ -152,7 +167,7 @@ def _acquire_lock(file: IO[bytes], kind: int, seconds: float) -> bool:
 
 
 def machine_of() -> str:
-    """What tells this machine, or the one that runs this container, from all others; empty where that is not known."""
+    """Return an id of this machine, or of the one that runs this container, "" if unknown."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -160,12 +175,12 @@ def machine_of() -> str:
 
 
 def gpu_of(device: torch.device) -> str:
-    """What tells a GPU from all others; empty for a CPU."""
+    """Return an id of a GPU, "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def tensors_in(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """The tensors of a layout, whose first one stands at the beginning of this memory."""
+    """Return the tensors of a layout in this memory."""
     found, begin = {}, layout[0][3] if layout else 0
     for name, dtype, shape, first in layout:
         kind = getattr(torch, dtype)

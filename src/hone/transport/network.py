@@ -1,18 +1,21 @@
-"""Weights from the trainer's memory to the servers'. No file is written.
+"""Send weights from the trainer's memory to the servers' without files.
 
-    on other machines and between CPUs, over NCCL or Gloo, a pair of processes for each server:
+    between machines and CPUs, over NCCL or Gloo, one pair of processes per server:
         server ── "version V, please" ─► store of the trainer
-        trainer, Sender's thread ── snapshot of V, in few large stretches ─► server
+        trainer, Sender's thread ── snapshot of V, in few large transfers ─► server
 
     on GPUs of one machine:
-        server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot by itself
+        server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot itself
 
-Whoever reaches the port of the store can talk to it. So both sides know a secret of the run, which a server is told
-with the delivery: the names of the store's keys follow from it, and every message is signed (`Secret`). What is not
-signed is passed over.
+Whoever reaches the port of the store can talk to it. So both sides know a secret of the run, which
+a server receives
+with the delivery: it determines the names of the store's keys, and every message is signed
+(`Secret`). Unsigned
+messages are ignored.
 
-A server comes when it wants to: one that was started again is given the current weights like any other, while training
-goes on. The snapshot is replaced when nobody is being sent it or reads it (`Stamp`).
+A server connects at any time: one that was restarted gets the current weights while training
+continues. The snapshot
+is replaced when nobody receives or reads it (`Stamp`).
 """
 
 import hmac
@@ -65,22 +68,22 @@ PORTION = 2**27  # bytes of one transfer, about, and of each of two rooms that t
 
 
 class Secret:
-    """A secret that both sides of a transfer know; signs what they say to each other through a store."""
+    """A shared secret that signs messages exchanged through a store."""
 
     def __init__(self, key: bytes) -> None:
         self.key = key
         self.prefix = self._compute_digest("keys")[:32]
 
     def key_name(self, key: str) -> str:
-        """Return the name of a key of the store, which nobody else can guess."""
+        """Return the unguessable name of a store key."""
         return f"{self.prefix}/{key}"
 
     def sign_message(self, key: str, text: str) -> str:
-        """Return a message for a key of the store."""
+        """Return a signed message for a store key."""
         return f"{self._compute_digest(key, text)}{text}"
 
     def verify_message(self, key: str, signed: str | bytes) -> str:
-        """Return the text of a message. Raises PermissionError for one that was not signed for this key."""
+        """Return the text of a message. Raises PermissionError unless it was signed for this key."""
         try:
             text = signed.decode() if isinstance(signed, bytes) else signed
         except UnicodeDecodeError:
@@ -94,7 +97,7 @@ class Secret:
 
 
 class NetworkSender(Sender):
-    """Listens while it is entered; `send_version` replaces what servers get who ask."""
+    """Context manager that serves requests; `send_version` replaces the snapshot they get."""
 
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host, self.log = host, log
@@ -204,7 +207,7 @@ class NetworkSender(Sender):
                 self._pairs.pop(asked["name"], None)
 
     def _describe_memory(self) -> dict[str, Any]:
-        """What one server needs to read the snapshot, or why none can."""
+        """Return what one server needs to read the snapshot, or why it cannot."""
         assert self._snapshot is not None
         try:
             return {"stamp": self._stamp.describe_stamp(), **self._snapshot.describe_memory()}
@@ -217,7 +220,7 @@ class NetworkSender(Sender):
     def _answer_request(
         self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu"
     ) -> None:
-        """`device`: that of the server."""
+        """Answer a server's request. `device`: the server's."""
         with self._lock:
             if what == TAKEN:
                 self._taken[name] = version
@@ -241,8 +244,9 @@ class NetworkSender(Sender):
 
 
 class _Shown:
-    """The trainer's snapshot, as this process reads it out of its memory. Raises RuntimeError and OSError where it
-    cannot."""
+    """The trainer's snapshot, mapped into this process. Raises RuntimeError and OSError if that
+    fails.
+    """
 
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
         if "refused" in words:
@@ -252,8 +256,10 @@ class _Shown:
         self._is_here = words["gpu"] == gpu_of(device)
 
     def copy_weights(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
-        """Within one GPU straight to the tensors; else by a copy engine, which is quicker over NVLink. Raises
-        ValueError where other tensors are expected."""
+        """Copy the snapshot: directly within one GPU, else by a copy engine, which NVLink favours.
+
+        Raises ValueError if the tensors are not the expected ones.
+        """
         if arrivals.layout != self.layout:
             rows = self.layout + arrivals.layout
             name = min(row[0] for row in rows if rows.count(row) == 1)
@@ -275,7 +281,7 @@ class _Shown:
         return torch.cuda.Stream(self.memory.device)
 
     def _start_copy(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
-        """As `moving`, a part of it."""
+        """Start copying a part to a buffer."""
         now = torch.cuda.current_stream(room.device)
         self._copy_stream.wait_stream(now)  # which has used the room
         with torch.cuda.stream(self._copy_stream):
@@ -285,7 +291,7 @@ class _Shown:
 
 @dataclass
 class _Trainer:
-    """What a server keeps of the trainer that it gets weights from: its store, and how they come."""
+    """A server's connection to a trainer: its store, and the transfer in use."""
 
     source: str
     device: torch.device
@@ -297,7 +303,7 @@ class _Trainer:
 
 
 class NetworkReceiver(Receiver):
-    """Reads the trainer's memory where it can, and is a pair with the trainer elsewhere."""
+    """Read the trainer's memory if possible, else receive from it."""
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
@@ -360,7 +366,7 @@ class NetworkReceiver(Receiver):
         )
 
     def _request_version(self, trainer: _Trainer, what: str, version: int) -> None:
-        """Returns when the trainer has answered that this is the version it has."""
+        """Wait until the trainer confirms that it has this version."""
         self._asked += 1
         self._send_request(trainer, what, version)
         unless_superseded(
@@ -373,7 +379,7 @@ class NetworkReceiver(Receiver):
     def _open_shared_memory(
         self, trainer: _Trainer, message: Message, version: int
     ) -> _Shown | None:
-        """The trainer's memory, if it is on a GPU of the same machine and can be read."""
+        """Map the trainer's memory if it is on a GPU of this machine, else return None."""
         if (
             trainer.shown is None
             and not trainer.is_out_of_reach
@@ -396,7 +402,7 @@ class NetworkReceiver(Receiver):
 
 
 def is_near(message: Message, device: torch.device) -> bool:
-    """Whether a GPU of the trainer is on this GPU's machine."""
+    """Return True if a GPU of the trainer is on this GPU's machine."""
     own = {"machine": machine_of(), "gpu": gpu_of(device)}
     return device.type == "cuda" and any(
         value and message.get(key) == value for key, value in own.items()
@@ -409,10 +415,10 @@ def unless_superseded(version: int, newest: int) -> None:
 
 
 class _Arrivals:
-    """Tensors that stay where they are, and what is needed to bring them new contents in portions."""
+    """Tensors at fixed addresses, and buffers to fill them in portions."""
 
     def __init__(self, into: Tensors, dtype: torch.dtype) -> None:
-        """`dtype`: in which they come."""
+        """Set up for contents that arrive in `dtype`."""
         self.into, self.dtype = into, dtype
         self.layout, self._size = layout_of(into, dtype)
 
@@ -420,8 +426,7 @@ class _Arrivals:
     def _list_parts(
         self,
     ) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """Of each portion where it is in the trainer's snapshot, the memory where it arrives, by turns in one of two
-        rooms, the tensors that it then is, by name, and those that it is copied to."""
+        """Return each portion's place in the snapshot, its buffer (of two), and its tensors."""
         parts = list(group_tensors(self.layout, self._size))
         sizes, device = (
             [end - first for _, first, end in parts],
@@ -441,8 +446,10 @@ class _Arrivals:
     def take_portions(
         self, moving: Callable[[slice, torch.Tensor], Callable[[], None]], arrived: Arrived
     ) -> None:
-        """`moving` begins to bring a part of the snapshot to a room, and gives what waits for it. A portion arrives
-        while the one before it is copied."""
+        """Receive all portions; each arrives while the previous one is copied.
+
+        `moving` starts a transfer into a buffer and returns a function that waits for it.
+        """
         waits = [moving(part, room) for part, room, *_ in self._list_parts[:1]]
         for k, (*_, portion, places) in enumerate(self._list_parts):
             if k + 1 < len(self._list_parts):
@@ -456,7 +463,7 @@ class _Arrivals:
 
 
 def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
-    """Tensors that travel together, of about PORTION bytes or one larger; the first byte of them, and that behind."""
+    """Group tensors into transfers of about PORTION bytes; yield (tensors, start, end)."""
     begin = 0
     for i, (*_, first) in enumerate([*layout[1:], ("", "", [], size)], 1):
         if first - layout[begin][3] >= PORTION or i == len(layout):
@@ -467,8 +474,10 @@ def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]
 def start_transfer(
     group: Any, what: Literal["send", "recv"], memory: torch.Tensor
 ) -> Callable[[], None]:
-    """Begins it, to or from the other of a pair; what it gives waits for the end. As a group of one: NCCL makes no
-    communicator beside the pair's for that."""
+    """Start a send or receive with the pair's peer; return a function that waits for it.
+
+    Uses a group of one operation, for which NCCL makes no extra communicator.
+    """
     one, other = getattr(group, what), 1 - group.rank()
     if group.supports_coalescing:
         group._start_coalescing()
@@ -478,7 +487,7 @@ def start_transfer(
 
 
 def create_pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
-    """A process group of the trainer (rank 0) and one server (rank 1)."""
+    """Return a process group of the trainer (rank 0) and one server (rank 1)."""
     named = distributed.PrefixStore(f"pair/{name}", store)
     if device.type == "cuda":
         options = distributed.ProcessGroupNCCL.Options()

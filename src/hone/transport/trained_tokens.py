@@ -1,8 +1,8 @@
-"""rollouts/step_N/trainer.RANK.safetensors: what a rank of the trainer saw of the tokens that it trained on, for people
-to look at: its logprobs before the step, and which tokens its loss left out.
+"""rollouts/step_N/trainer.RANK.safetensors: a rank's logprobs and loss mask of its tokens, for
+inspection.
 
-Flat arrays over the targets of its samples, in their order; a sample is known by its group and which of its rollouts it
-is from.
+Flat arrays over the targets of its samples, in order; a sample is identified by its group and
+member.
 """
 
 from collections import defaultdict
@@ -20,7 +20,7 @@ from hone.records import Sample
 
 @dataclass(frozen=True)
 class Trained:
-    """`logprobs` and `is_masked`: of the samples' targets, end to end."""
+    """`logprobs` before the step and `is_masked`, of the samples' targets, concatenated."""
 
     samples: list[Sample]
     logprobs: NDArray[np.float32]
@@ -52,7 +52,7 @@ Seen = list[
 
 
 def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:
-    """By group and member; nothing where the step was not trained on, or its file cannot be read."""
+    """Return the values by group and member; empty if not trained on or unreadable."""
     found: dict[tuple[int, int], Seen] = defaultdict(list)
     for file in sorted(directory.glob("trainer.*.safetensors")):
         try:

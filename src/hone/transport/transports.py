@@ -1,4 +1,4 @@
-"""The ways that weights can travel: from the configuration the sender, from its message the receiver."""
+"""Choose the weight transport: a sender by configuration, a receiver by the sender's message."""
 
 from collections.abc import Callable
 from logging import Logger
@@ -21,7 +21,7 @@ RECEIVERS: dict[str, type[Receiver]] = {
 def make_sender(
     config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger
 ) -> Sender:
-    """`write_adapter` writes the tensors of the adapter that is trained as files, where one is."""
+    """Return the configured sender. `write_adapter` writes a trained adapter's tensors as files."""
     match config:
         case NcclConfig():
             return NetworkSender(config.host, log)
@@ -30,7 +30,7 @@ def make_sender(
 
 
 class Receivers:
-    """A server's receivers, one for each kind of message, kept from one version to the next."""
+    """A server's receivers by kind of message, kept between versions."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, Receiver] = {}
@@ -43,7 +43,7 @@ class Receivers:
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        """Fills the tensors with a version, in the way of its message. Raises as `Receiver.receive_version`."""
+        """Fill the tensors with a version. Raises as `Receiver.receive_version`."""
         kind = message.get("type", "")
         if kind not in self._kinds:
             self._kinds[kind] = make_receiver(kind)
@@ -51,7 +51,7 @@ class Receivers:
 
 
 def make_receiver(kind: str) -> Receiver:
-    """Raises ValueError for a kind that there is not."""
+    """Return a receiver. Raises ValueError for an unknown kind."""
     if kind not in RECEIVERS:
         raise ValueError(f"transport.type {kind!r} is none of {', '.join(RECEIVERS)}")
     return RECEIVERS[kind]()

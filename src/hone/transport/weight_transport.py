@@ -1,10 +1,11 @@
-"""How versions of the weights travel from the trainer to servers: one interface, and a file for each way.
+"""Interface of weight transports; each transport has a file.
 
-    trainer ── Sender.send(version, tensors, place) ──► place, memory, …
-       └─ Sender.message, in the delivery ─► orchestrator ─► server: Receiver.receive(message, version, place, into)
+    trainer ── Sender.send_version(version, tensors, place) ──► place, memory, …
+       └─ delivery_message, in the delivery ─► orchestrator ─► server: Receiver.receive_version(message, …, into)
 
-Tensors go by their HF names. `place` is the directory of the version: the sender's is about to be published, the
-receiver's has been.
+Tensors have their HF names. `place` is the directory of the version: unpublished for the sender,
+published for the
+receiver.
 """
 
 from abc import ABC, abstractmethod
@@ -21,13 +22,13 @@ Arrived = Callable[[Iterable[str]], None]
 
 
 def ignore_arrivals(names: Iterable[str]) -> None:
-    """Where nobody wants to know what has arrived."""
+    """Ignore which tensors have arrived."""
 
 
 class Sender(ABC):
-    """The trainer's side; used as a context manager while versions are sent.
+    """The trainer's side; a context manager while versions are sent.
 
-    `takes` says what it is given: all weights, or the tensors of the adapter that is trained, in peft's names.
+    `takes` says what it is given: all weights, or the trained adapter's tensors by peft's names.
     """
 
     takes: ClassVar[Literal["weights", "adapter"]] = "weights"
@@ -35,17 +36,17 @@ class Sender(ABC):
     @property
     @abstractmethod
     def delivery_message(self) -> Message:
-        """What a receiver has to know."""
+        """Return the message for receivers."""
 
     @abstractmethod
     def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
-        """Makes this the version that receivers get; returns its bytes."""
+        """Make this the version that receivers get; return its bytes."""
 
     def send_base(self, base: Tensors, broadcasts: Path) -> None:  # noqa: B027
-        """Once, before the first version of an adapter: the weights that it is for."""
+        """Send an adapter's base weights, once before its first version."""
 
     def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:  # noqa: B027
-        """Waits until those who took versions before have the last one, while `is_waited_for` says so."""
+        """Wait until earlier receivers have the last version, while `is_waited_for()` is True."""
 
     def __enter__(self) -> "Sender":
         return self
@@ -55,7 +56,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A server's side; kept from one version to the next."""
+    """A server's side; kept between versions."""
 
     @abstractmethod
     def receive_version(
@@ -66,8 +67,10 @@ class Receiver(ABC):
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        """Fills the tensors with a version. Raises Superseded, and ValueError where it cannot be had.
+        """Fill the tensors with a version. Raises Superseded, or ValueError if it is unavailable.
 
-        A way in which tensors come one after the other tells `arrived` the names of those that have their new values,
-        each name once, while others are still to come. On a GPU work of the present stream finds them so.
+        A transport that delivers tensors one by one calls `arrived` with the names of those that
+        are complete,
+        each once, while others are still to come. On a GPU the current stream then sees their
+        values.
         """

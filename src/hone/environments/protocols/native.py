@@ -1,5 +1,4 @@
-"""Load environments written for Hone: `load_environment` returns a `hone.environments.Environment`.
-"""
+"""Load environments written for Hone: `load_environment` returns a `hone.environments.Environment`."""
 
 import importlib
 import inspect

@@ -357,8 +357,7 @@ class TextAnswer(Answer):
     def _build_logprobs(
         self, completion: Completion, count: "Characters", follows: bool
     ) -> dict[str, Any] | None:
-        """Return the logprobs of tokens after `count` characters; `follows`: tokens precede them.
-        """
+        """Return the logprobs of tokens after `count` characters; `follows`: tokens precede them."""
         if self.ask.logprobs is None:
             return None
         texts, ids = self.tokenizer.token_texts, completion.ids

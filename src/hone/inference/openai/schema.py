@@ -162,8 +162,7 @@ class StructuredOutputs(BaseModel):
 
 
 def refuse_ignored(extra: dict[str, Any] | None) -> None:
-    """Raise ValueError for a key that would change the answer but is not supported on this route.
-    """
+    """Raise ValueError for a key that would change the answer but is not supported on this route."""
     elsewhere = ChatRequest.model_fields.keys() | CompletionRequest.model_fields.keys()
     for key, value in (extra or {}).items():
         if value not in NEUTRAL.get(key, (value,)):

@@ -91,8 +91,7 @@ class Sampler(ABC):
 
     @abstractmethod
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        """Return the logprobs of every token after the first. Raises ValueError for invalid tokens.
-        """
+        """Return the logprobs of every token after the first. Raises ValueError for invalid tokens."""
 
     @abstractmethod
     async def find_likeliest(

@@ -45,8 +45,7 @@ _compiles_itself = False  # in a process that compiles for others
 
 
 class Kept:
-    """numba cache locator with Hone's own path; numba's locators depend on the path of the source.
-    """
+    """numba cache locator with Hone's own path; numba's locators depend on the path of the source."""
 
     directory = Path()  # set by `_numba`
 
@@ -72,8 +71,7 @@ class Kept:
 
 @functools.cache
 def _numba() -> tuple[Any, bool]:
-    """Return numba, configured by environment variables, and whether compiled code can be cached.
-    """
+    """Return numba, configured by environment variables, and whether compiled code can be cached."""
     here = Path(__file__).parent
     beside = [
         here.parent / name for name in ("row_state.py", "fingerprint_tables.py")
@@ -180,8 +178,7 @@ def inlined(function: Any) -> Any:
 
 
 def note() -> dict[Call, None]:
-    """From now on, record how imported kernels are called instead of computing; return the records.
-    """
+    """From now on, record how imported kernels are called instead of computing; return the records."""
     global _calls
     _calls = {}
     return _calls

@@ -52,8 +52,7 @@ def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
 
 @inlined
 def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
-    """Pack WIDTH columns from `first` on, of K rows of B from b_at on, into a panel, zero-padded.
-    """
+    """Pack WIDTH columns from `first` on, of K rows of B from b_at on, into a panel, zero-padded."""
     columns = min(WIDTH, N - first)
     if b_column == 1 and columns == WIDTH:
         for k in range(K):
@@ -173,8 +172,7 @@ def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
 
 @inlined
 def shares_of(M, N, threads):
-    """Divide the work into blocks of up to BLOCK_T rows and spans of columns that minimize packing.
-    """
+    """Divide the work into blocks of up to BLOCK_T rows and spans of columns that minimize packing."""
     best = 1
     for d in range(2, threads + 1):
         if threads % d == 0 and M / d + N * d / threads < M / best + N * best / threads:

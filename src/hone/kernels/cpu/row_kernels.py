@@ -138,8 +138,7 @@ def swiglu_row(gate_up, at, F, out, out_at):
 
 @inlined
 def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
-    """Compute sums = x + delta and out = sums * rstd * weight of rows top … end (delta 0: no sums).
-    """
+    """Compute sums = x + delta and out = sums * rstd * weight of rows top … end (delta 0: no sums)."""
     for t in range(top, end):
         if delta != 0:
             add_row(x, t * D, delta, t * D, D, sums, t * D)
@@ -216,8 +215,7 @@ def norm_rope_rows_backward(
     grad_scales,
     at,
 ):
-    """Compute gradients of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E at `at`.
-    """
+    """Compute gradients of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E at `at`."""
     half = E // 2
     whole, turned, of_scales = _whole(half), np.empty(E, np.float32), np.zeros(2 * E, np.float32)
     for t in range(top, end):

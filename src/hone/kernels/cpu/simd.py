@@ -46,8 +46,7 @@ Emit = Callable[..., Any]
 
 
 def _operation(emit: Emit, result: types.Type, *arguments: types.Type) -> tuple[Any, Any]:
-    """Return an intrinsic's signature and code, from code that takes the builder and its arguments.
-    """
+    """Return an intrinsic's signature and code, from code that takes the builder and its arguments."""
     return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
 
@@ -457,8 +456,7 @@ def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row
 
 @intrinsic
 def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) -> Any:
-    """Return products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart, as lanes.
-    """
+    """Return products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart, as lanes."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *_, step, E = arguments

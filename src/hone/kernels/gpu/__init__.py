@@ -50,8 +50,7 @@ MANY_TOKENS, SMALL_WEIGHT = (
 
 @dataclass(frozen=True)
 class Scaled:
-    """The partial norm of a residual stream x, T x D, made by the kernel that adds to the stream.
-    """
+    """The partial norm of a residual stream x, T x D, made by the kernel that adds to the stream."""
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
     squares_TP: Tensor  # parts of the sum of x * x over D, fp32
@@ -99,8 +98,7 @@ def processors() -> int:
 
 @functools.cache
 def shared_memory() -> int:
-    """Return the bytes of shared memory available to a block (CUDA guide, by compute capability).
-    """
+    """Return the bytes of shared memory available to a block (CUDA guide, by compute capability)."""
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
     if capability[0] in (9, 10):
         return 227 * 2**10

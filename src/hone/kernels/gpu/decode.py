@@ -222,8 +222,7 @@ def shared_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process stretch i: full pages stretches[i, 0] … stretches[i, 1] of the batch rows members[i].
-    """
+    """Process stretch i: full pages stretches[i, 0] … stretches[i, 1] of the batch rows members[i]."""
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)

@@ -299,8 +299,7 @@ def _product(
     is_swiglu: bool = False,
     onto: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Scaled | None]:
-    """Launch held_kernel. `onto`: a residual stream, and weight and epsilon of the norm after it.
-    """
+    """Launch held_kernel. `onto`: a residual stream, and weight and epsilon of the norm after it."""
     squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)

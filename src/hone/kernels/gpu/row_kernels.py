@@ -47,8 +47,7 @@ def add_norm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute total = x + sum of PARTS parts of delta, out = total / rms(total) * weight, of row t.
-    """
+    """Compute total = x + sum of PARTS parts of delta, out = total / rms(total) * weight, of row t."""
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D

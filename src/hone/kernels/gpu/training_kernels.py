@@ -86,8 +86,7 @@ def norm_backward(
     eps: float,
     with_normed: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale.
-    """
+    """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale."""
     T, D = total.shape
     out = torch.empty_like(total)
     normed = torch.empty_like(total) if with_normed else None
@@ -362,8 +361,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tens
 def statistics_kernel(
     logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr
 ):
-    """Compute log-sum-exp, target logprob and entropy of row n of logits N x V, at its temperature.
-    """
+    """Compute log-sum-exp, target logprob and entropy of row n of logits N x V, at its temperature."""
     n = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperature + n)
     v = tl.arange(0, BLOCK)

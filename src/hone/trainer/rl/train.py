@@ -1,10 +1,11 @@
-"""The RL trainer as a process: batches from the orchestrator in, versions of the weights out.
+"""The RL trainer as a process: batches from the orchestrator in, policy versions out.
 
     broadcasts/step_N ◄─ publish version N ◄─ step ◄─ rollouts/step_N/batch.safetensors
                               └─► weights/step_N, checkpoints/step_N when due
 
-It owns the run directory: it claims it, gives the run its id and publishes the version that the run starts from, which
-is what an orchestrator waits for. Also run as a file under torchrun.
+It owns the run directory: it claims it, sets the run's id and publishes the starting version, which
+the orchestrator
+waits for. Also run as a file under torchrun.
 """
 
 import logging
@@ -150,7 +151,7 @@ def main(config: TrainerRunConfig) -> None:
 
 
 def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
-    """Prints how fast steps on random sequences are, and where their time goes."""
+    """Print the speed of steps on random sequences, and where their time goes."""
     model = load_configured(config.model, seed=config.seed).model
     if size.tokens > model.spec.max_position_embeddings + 1:
         raise ValueError(
@@ -181,17 +182,20 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
 
 
 def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
-    """Writes the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless that exists."""
+    """Write the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless
+    that exists.
+    """
     if progress is not None and not rollouts.exists():
         with appearing_directory(rollouts) as directory:
             write_progress(progress, directory)
 
 
 class Publisher:
-    """Publishes the weights as version N; the first time with the tokenizer, so that any server can take them.
+    """Publish weights as version N, the first time with the tokenizer, so that any server can load
+    them.
 
-    How they travel is the sender's (`transport/weight_transport.py`): it is given all
-    weights, or the adapter that is trained.
+    The sender transfers them (`transport/weight_transport.py`): all weights, or the trained
+    adapter.
     """
 
     def __init__(
@@ -228,12 +232,12 @@ class Publisher:
             self.sender.__exit__()
 
     def finish_publishing(self) -> None:
-        """Waits for those who still have to fetch the last version."""
+        """Wait for servers that still have to load the last version."""
         if self.export.ranks.is_first:
             self.sender.wait_for_receivers(lambda: not self.orchestrator.is_silent())
 
     def __call__(self, version: int, metrics: dict[str, float]) -> None:
-        """All ranks publish together; the first one writes."""
+        """Publish a version. Collective; the first rank writes."""
         canary = Canary(self.canary_ids, self.score(self.canary_ids))
         if not all(map(math.isfinite, canary.logprobs)):
             raise ValueError(

@@ -1,6 +1,7 @@
-"""The RL trainer: a batch of samples in, one optimiser step on the shared weights, numbers out.
+"""The RL trainer: a batch of samples in, one optimizer step on the shared weights, metrics out.
 
-samples ─ split by tokens, pack ─► forward ─ logprobs at T of the sampler ─► policy loss, weighted ─ backward ─► AdamW
+samples ─ split by tokens, pack ─► forward ─ logprobs at the sampler's T ─► policy loss, weighted ─
+backward ─► AdamW
 """
 
 import copy
@@ -103,17 +104,16 @@ class PolicyTrainer:
         )
 
     def estimate_memory(self, most_tokens: int) -> Estimate:
-        """About what a step of up to so many tokens takes."""
+        """Estimate the memory of a step of up to `most_tokens` tokens."""
         itemsize = self.model.embed.weight.dtype.itemsize
         return estimate_rl(
             self.model.spec, self.config, most_tokens, itemsize, self.micro_batch_tokens
         )
 
     def compile_kernels(self, most_tokens: int = 2048) -> None:
-        """Goes through micro-batches of steps of up to so many tokens, for kernels to be compiled (`gpu/compiling.py`)
-        and loaded.
+        """Compile and load the kernels of steps of up to `most_tokens` (`gpu/compiling.py`).
 
-        Does nothing without a GPU's kernels, nor where ranks hold parts of the model: those go through it in step.
+        Does nothing without GPU kernels, or for sharded models, whose ranks must run in step.
         """
         if self.optimizer.is_sharded or not trains_model(
             self.model.embed.weight, self.model.spec.head_dim
@@ -132,17 +132,19 @@ class PolicyTrainer:
         self.optimizer.compile_kernels()
 
     def step(self, batch: Batch) -> dict[str, float]:
-        """One optimiser step, and its numbers."""
+        """Take one optimizer step and return its metrics."""
         return self.begin_step(batch)()
 
     def begin_step(
         self, batch: Batch, meanwhile: Callable[[], object] = lambda: None
     ) -> Callable[[], dict[str, float]]:
-        """One optimiser step, which a GPU may still be computing; what is returned waits for its numbers, once.
+        """Launch one optimizer step; return a function that waits for its metrics. Call it once.
 
-        The loss is normalised by the loss tokens of the whole batch, however it is split. A batch without samples (no
-        group had a signal) leaves the weights as they are. `meanwhile` is called when all passes through the model have
-        been launched.
+        The loss is normalized by the loss tokens of the whole batch, however it is split. A batch
+        without samples
+        (no group had a signal) leaves the weights unchanged. `meanwhile` is called when all forward
+        and backward
+        passes have been launched.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
@@ -246,7 +248,7 @@ class PolicyTrainer:
         return finish_step
 
     def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
-        """The metrics that a step's loss and what its tokens have come to, over all ranks."""
+        """Return the metrics of a step, over all ranks."""
         values = {"loss/mean": float(self.ranks.sum_over_ranks(found["loss"]))}
         if (
             "routing" in found
@@ -267,7 +269,7 @@ class PolicyTrainer:
         return self.loss_of.get(sample.env, self.loss)
 
     def _group_by_loss(self, samples: list[Sample]) -> list[tuple[Loss, list[int]]]:
-        """The losses that there are, and the indices of the samples of each; those go through the model apart."""
+        """Return each loss with the indices of its samples, which are processed separately."""
         kinds: list[tuple[Loss, list[int]]] = []
         for i, sample in enumerate(samples):
             loss = self._loss_of(sample)
@@ -281,7 +283,7 @@ class PolicyTrainer:
         return kinds
 
     def _split_samples(self, samples: list[Sample]) -> list[list[int]]:
-        """Indices of the samples of each of this rank's micro-batches."""
+        """Return the sample indices of each of this rank's micro-batches."""
         lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
         if not self.shares_prompts:
             mine = self.ranks.own_share(range(len(samples)), lengths)
@@ -301,11 +303,11 @@ class PolicyTrainer:
         weights: list[float],
         parts: dict[str, list[torch.Tensor]],
     ) -> tuple[torch.Tensor, float]:
-        """Adds a micro-batch to the gradients and its per-token numbers to `parts`.
+        """Add a micro-batch to the gradients and its per-token values to `parts`.
 
-        Returns its share of the loss, and the FLOPs of its forward pass.
-
-        Without samples it only takes part in the collective operations of the ranks, and adds nothing.
+        Returns its share of the loss, and the FLOPs of its forward pass. Without samples it only
+        takes part in
+        the ranks' collective operations.
         """
         if not samples:
             zeros = np.zeros(2)
@@ -339,7 +341,7 @@ class PolicyTrainer:
 
         @cache
         def sampled_logprobs() -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Logprobs of the sampler and of the teacher, made while a GPU goes through the model."""
+            """Return the sampler's and the teacher's logprobs, made while a GPU runs the model."""
             teachers = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
             teacher_N = packed.of_targets(teachers) if len(teachers) == len(samples) else None
             return packed.of_targets([s.logprobs for s in samples]), teacher_N
@@ -383,7 +385,9 @@ class PolicyTrainer:
         return total.detach(), packed.count_flops(self.model.spec)
 
     def _differing_routing(self) -> torch.Tensor:
-        """How many of the experts that were given the routers would not have chosen, and how many were given."""
+        """Return how many replayed experts the routers would not have chosen, and how many there
+        are.
+        """
         self.model.routing_TR, found = None, torch.zeros(2, dtype=torch.float64, device=self.device)
         for mixture in self.model.expert_layers:
             assert mixture.differs_TK is not None and mixture.given_TK is not None

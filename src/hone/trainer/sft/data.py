@@ -1,4 +1,4 @@
-"""Turn rows of conversations into token ids and loss masks, and these into rows of `seq_len` tokens.
+"""Convert conversations to token ids and loss masks, and pack them into rows of `seq_len` tokens.
 
 data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
 
@@ -27,7 +27,7 @@ LEARNT_FROM = "no message of data.train-on"
 
 
 class FakeConversations:
-    """Random tokens, for measuring: `count` conversations of a quarter of `seq_len` to all of it."""
+    """Random tokens for benchmarks: `count` conversations of seq_len / 4 to seq_len tokens."""
 
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
         self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
@@ -44,7 +44,7 @@ class FakeConversations:
 
 @dataclass(frozen=True)
 class Rendered:
-    """What became of a row: its samples that are used, and why others are left out (empty where none is)."""
+    """The samples of a row, and why others are left out ("" if none is)."""
 
     samples: list[Conversation]
     reason: str = ""
@@ -55,7 +55,7 @@ class Rendered:
 
 @dataclass
 class LeftOut:
-    """Rows of which nothing is used: how many by reason, and the first by number."""
+    """Rows of which nothing is used: counts by reason, and the first ones by number."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class LeftOut:
 
 
 class Renderer:
-    """Turn a row into samples no longer than `seq_len`."""
+    """Convert a row to samples no longer than `seq_len`."""
 
     def __init__(
         self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False
@@ -108,13 +108,13 @@ class Renderer:
 
 
 class Conversations:
-    """Data sets, end to end, tokenized as they are needed.
+    """Concatenated data sets, tokenized on demand.
 
     Args:
         data_sets: their rows.
-        seq_len: tokens of a sample, at most.
+        seq_len: most tokens of a sample.
         roles: whose messages are trained on.
-        last_only: a conversation whose earlier turns the template rewrites is trained on its last turn alone.
+        last_only: train only on the last turn of conversations whose earlier turns the template rewrites.
     """
 
     def __init__(
@@ -134,11 +134,11 @@ class Conversations:
 
     @property
     def dropped_count(self) -> int:
-        """Rows of which nothing is used, among those that were rendered."""
+        """Return how many rendered rows are not used at all."""
         return len(self.left_out)
 
     def __getitem__(self, i: int) -> list[Conversation]:
-        """Return the samples of row `i`; none where it is left out."""
+        """Return the samples of row `i`, empty if it is left out."""
         return self.render_row(i).samples
 
     def render_row(self, i: int) -> Rendered:
@@ -150,7 +150,7 @@ class Conversations:
         return found
 
     def limit_length(self, seq_len: int) -> None:
-        """Leave out what is longer than this from now on."""
+        """Leave out longer conversations from now on."""
         self.render.seq_len = seq_len
         for i, one in enumerate(self.rendered):
             if one is not None and one.longest > seq_len:
@@ -158,7 +158,7 @@ class Conversations:
 
 
 class StreamedConversations:
-    """Data sets that are read as they are needed, each again from its start when it ends."""
+    """Data sets that are read on demand, and restarted when they end."""
 
     count = "streamed"
 
@@ -174,19 +174,20 @@ class StreamedConversations:
         self.read, self.left = 0, LeftOut()
 
     def limit_length(self, seq_len: int) -> None:
-        """Leave out what is longer than this from now on."""
+        """Leave out longer conversations from now on."""
         self.render.seq_len = seq_len
 
     @property
     def dropped_count(self) -> int:
-        """Rows of which nothing is used, so far."""
+        """Return how many rows are not used at all, so far."""
         return self.left.counts.total()
 
     def iterate_conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
-        """Yield samples without end, in an order that follows from the seed.
+        """Yield samples endlessly, in an order that follows from the seed.
 
-        Raises ValueError where a thousand rows one after the other are of no use, and where more than
-        `data.max_left_out` of all are left out.
+        Raises ValueError if a thousand consecutive rows are unusable, and if more than
+        `data.max_left_out` of
+        all are left out.
         """
         draw, useless = random.Random(seed), 0
         weights = config.weights or [1.0] * len(self.sources)
@@ -238,7 +239,7 @@ def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
 def iterate_epoch(
     data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int
 ) -> Iterator[Row]:
-    """The rows of one pass over the data; the order follows from seed and number."""
+    """Yield the rows of one pass over the data, ordered by seed and number."""
     draw, order, start = random.Random(f"{seed} {number}"), [], 0
     weights = None if config.fake else config.weights
     for size, weight in zip(data.sizes, weights or [1.0] * len(data.sizes), strict=True):
@@ -251,7 +252,7 @@ def iterate_epoch(
 
 
 def pack_conversations(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
-    """Rows of whole conversations, in their order."""
+    """Yield rows of whole conversations, in order."""
     row: Row = []
     used = 0
     for conversation in conversations:
@@ -268,7 +269,7 @@ def pack_conversations(conversations: Iterator[Conversation], config: DataConfig
 def iterate_steps(
     data: Data, config: DataConfig, seed: int, epochs: int | None = None
 ) -> Iterator[list[Row]]:
-    """The rows of one optimiser step after the other, across epochs; without end unless `epochs` is given."""
+    """Yield the rows of each optimizer step across epochs, endlessly unless `epochs` is given."""
     batch: list[Row] = []
     for row in _iterate_rows(data, config, seed, epochs):
         batch.append(row)

@@ -28,10 +28,11 @@ CONVERSATION = ("messages", "prompt", "completion", "tools")  # columns that are
 
 
 class Source:
-    """A data set that is read row by row, each time from its start.
+    """A data set read row by row, each time from its start.
 
-    Raises ValueError, naming the configuration key, for what cannot be found, read or used: at once where it is not
-    found, else when that row is reached.
+    Raises ValueError, naming the configuration key, for what cannot be found, read or used: at once
+    if it is
+    not found, else at that row.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class Source:
         return _read_text(self.path, self.kind, self.is_zipped)
 
     def _read_data_set(self) -> Iterable[dict[str, Any]]:
-        """Rows of a folder that `save_to_disk` wrote, or of what `load_dataset` finds by this name."""
+        """Read a folder written by `save_to_disk`, or what `load_dataset` finds."""
         import datasets
 
         try:
@@ -97,19 +98,21 @@ class Source:
 
 
 def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
-    """Return the rows of a data set, which the configuration names by this key. Raises ValueError like `Source`."""
+    """Return the rows of a data set. `key` is its configuration key. Raises ValueError like
+    `Source`.
+    """
     return list(Source(name, split, streaming=False, key=key))
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table without the nulls in its conversation that rows did not write."""
+    """Return a row of an Arrow table without the nulls that column types added."""
     return {key: drop_nulls(value) if key in CONVERSATION else value for key, value in row.items()}
 
 
 def to_messages(row: dict[str, Any]) -> list[Message]:
-    """Return a row's conversation. A plain-text prompt is the user's message, a plain-text completion the answer.
+    """Return a row's conversation; plain-text prompts and completions become messages.
 
-    Raises MessageError for JSON that cannot be read.
+    Raises MessageError for invalid JSON.
     """
     if row.get("messages") is not None:
         return _from_json(row["messages"], "messages")
@@ -123,7 +126,7 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
 
 
 def to_tools(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the tools of a row's conversation as an argument of the template; nothing where it has none."""
+    """Return the tools of a row's conversation, or None."""
     tools = _from_json(row.get("tools") or None, "tools")
     if isinstance(tools, list):
         tools = [_from_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]

@@ -1,4 +1,4 @@
-"""Look at SFT data before the first step: how much of it is used, and what is left out for which reason."""
+"""Examine SFT data before the first step: how much is used, and why rows are left out."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,9 +15,9 @@ Tell = Callable[..., None]
 
 
 def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
-    """Render the rows, say how many there are and what is left out.
+    """Render the rows and report how many there are and what is left out.
 
-    Raises ValueError where more than `data.max_left_out` of them are.
+    Raises ValueError if more than `data.max_left_out` of them are.
     """
     left, samples, tokens, lost = LeftOut(), 0, 0, 0
     rows = _choose_surveyed(data.count)
@@ -41,7 +41,7 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
 
 
 def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
-    """Return the length of a row that the longest conversation fits into, as far as the model has positions for it."""
+    """Return a row length that fits the longest conversation, within the model's positions."""
     return _row_tokens(
         max((data.render_row(i).longest for i in _choose_surveyed(data.count)), default=0),
         positions,
@@ -52,7 +52,7 @@ def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
 def row_tokens_of_streams(
     sources: list[Source], render: Renderer, positions: int, tell: Tell
 ) -> int:
-    """Return the same from the first rows of streams."""
+    """Return a row length from the first rows of streams."""
     lengths = (render(row).longest for source in sources for row in islice(source, STREAMED_ROWS))
     return _row_tokens(max(lengths, default=0), positions, tell)
 

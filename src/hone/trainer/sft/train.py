@@ -1,8 +1,9 @@
-"""Supervised fine-tuning, top to bottom.
+"""Supervised fine-tuning.
 
-rows ─ tokenise, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
+rows ─ tokenize, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─►
+weights/step_N
 
-Who evaluates the model on environments is handed in (`launch/run_sft.py`).
+The evaluation on environments is passed in (`launch/run_sft.py`).
 """
 
 import logging
@@ -115,7 +116,7 @@ def build_report(
 
 
 def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
-    """The model as it is trained: with its adapter, split over ranks where it is; and what moves it."""
+    """Load the model with its adapter, sharded if configured, and its optimizer."""
     loaded = load_configured(config.model, seed=config.seed)
     if config.lora:
         add_lora(loaded.model, config.lora, config.seed)
@@ -124,7 +125,7 @@ def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
 
 
 def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
-    """Prints where the time of a step goes; writes nothing."""
+    """Print where the time of a step goes; write nothing."""
     loaded, optimizer = prepare_model(config, ranks)
     run = RunDirectory(config.output_dir, "sft", config.layout)
     trainer = Trainer(config, loaded, optimizer, run, build_report(config), ranks)
@@ -141,7 +142,7 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
 
 
 class Trainer:
-    """The first rank's report has metrics, and it alone writes."""
+    """Train a model. Only the first rank's report has metrics, and only it writes."""
 
     def __init__(
         self,
@@ -238,16 +239,16 @@ class Trainer:
         )
 
     def _is_over(self, start: float) -> bool:
-        """Whether max_seconds have passed, for one of the ranks and so for all."""
+        """Return True if max_seconds have passed on any rank."""
         limit = self.config.max_seconds
         if limit is None:
             return False
         return self.ranks.any_rank(time.perf_counter() - start >= limit, self.device)
 
     def load_data(self, rows: DataSets) -> Data:
-        """Return the data of this run; the length of a row is known from then on.
+        """Return the data of this run, and fix the row length.
 
-        Raises ValueError where more of it would be left out than `data.max_left_out` allows.
+        Raises ValueError if more than `data.max_left_out` would be left out.
         """
         config, tokenizer = self.config.data, self.loaded.tokenizer
         if config.fake:
@@ -281,12 +282,14 @@ class Trainer:
 
     @property
     def max_positions(self) -> int:
-        """Tokens of a conversation that the model has positions for, with a last one that is a target alone."""
+        """Return the most tokens of a conversation by the model's positions; the last is only a
+        target.
+        """
         return self.model.spec.max_position_embeddings + 1
 
     @property
     def max_conversation_tokens(self) -> int:
-        """Tokens of a conversation at most: those of a row, as far as there are positions."""
+        """Return the most tokens of a conversation, by row length and positions."""
         return min(self.row_tokens, self.max_positions)
 
     def _write_step(self, step: int, values: dict[str, float], is_last: bool) -> None:
@@ -299,7 +302,7 @@ class Trainer:
             )
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
-        """The first rank samples, from the model itself unless that is split; the others wait."""
+        """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
         values: dict[str, float] = {}
         model = self.export() if self.optimizer.is_sharded else self.model
         if self.ranks.is_first and self.evaluate is not None and model is not None:
@@ -311,7 +314,9 @@ class Trainer:
     def train_step(
         self, step: int, max_steps: int, batches: Iterator[list[Row]]
     ) -> dict[str, float]:
-        """One optimiser step. The loss is the mean over all targets of the step, however it is split."""
+        """Take one optimizer step. The loss is the mean over all targets of the step, however it is
+        split.
+        """
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
         rows = next(batches)
@@ -365,7 +370,7 @@ class Trainer:
         }
 
     def _split_micro_batches(self, mine: list[Row]) -> list[list[Row]]:
-        """This rank's rows in micro-batches. Where ranks share the model all go through it equally often."""
+        """Return this rank's rows in micro-batches, equally many on ranks that share a model."""
         size = self.config.data.micro_batch_size or max(1, len(mine))
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         if self.optimizer.is_sharded:
@@ -374,7 +379,7 @@ class Trainer:
 
     @torch.no_grad()
     def validation_loss(self, data: Conversations, config: DataConfig) -> float:
-        """Mean loss over the targets of the validation data."""
+        """Return the mean loss over the targets of the validation data."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
         for rows in iterate_steps(data, config, seed=0, epochs=1):
             for part in self._split_micro_batches(rows[self.ranks.rank :: self.ranks.count]):
