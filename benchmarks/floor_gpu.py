@@ -34,9 +34,8 @@ from hone.kernels import gpu
 from hone.kernels.gpu import few_row_products, has_dependent_launch
 from hone.models.families import parse_model_config
 
-BEYOND_CACHE = (
-    120 * 2**20
-)  # bytes of weights in turns, so that none is in the second cache when its turn comes
+# Bytes of weights in turns, so that none is in the second cache when its turn comes
+BEYOND_CACHE = 120 * 2**20
 LINKS = 140  # of a chain: a step of 0.6B's shape has so many
 ROWS, INNER = 32, 2048  # numbers that a link copies
 FEW_MODEL = (

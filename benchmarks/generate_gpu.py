@@ -146,9 +146,8 @@ def main() -> None:
                         for i in range(arguments.rounds + 1)
                     ]
                     label = engine if logprobs else f"{engine} without logprobs"
-                    results[name].setdefault(label, []).extend(
-                        speeds[1:]
-                    )  # the first is for warming up
+                    # The first is for warming up
+                    results[name].setdefault(label, []).extend(speeds[1:])
             worker.end()
         for name, of_engines in results.items():
             most = limit(name, rate)

@@ -31,9 +31,8 @@ def main() -> None:
                 "--max-async-level",
                 1,
             )
-            assert (
-                max(row["batch/groups_under_way"] for row in rows) == 32
-            )  # beside the 32 that a step takes; of 8
+            # Beside the 32 that a step takes; of 8
+            assert max(row["batch/groups_under_way"] for row in rows) == 32
             lags = [row["perf/event_loop_lag/p99"] for row in rows]
             found |= {
                 f"{environment}_worst_ms": 1e3 * max(lags),

@@ -19,11 +19,8 @@ from peer import ROOT, with_tasks
 
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "examples" / "reverse_text_tiny")]
 BIN = Path(sys.executable).parent
-STARTS = {
-    "add": (300, 1000),
-    "count": (300, 800),
-    "letters": (100, 300),
-}  # steps of SFT: weak, strong
+# Steps of SFT: weak, strong
+STARTS = {"add": (300, 1000), "count": (300, 800), "letters": (100, 300)}
 STEPS = 600
 RL = (
     f"--orchestrator.batch-size 256 --orchestrator.rollouts-per-example 8 --orchestrator.sampling.max-tokens 16 "

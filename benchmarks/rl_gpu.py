@@ -28,11 +28,8 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
     "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
     "8B 128 x (37+128)": ("Qwen3-8B", 128, 16, 37, 128),
 }
-LARGE = (
-    "--trainer.optim.state-dtype",
-    "bfloat16",
-    "--trainer.activation-checkpointing",
-)  # what 8B takes on one card
+# What 8B takes on one card
+LARGE = ("--trainer.optim.state-dtype", "bfloat16", "--trainer.activation-checkpointing")
 OFFLOAD = ("--trainer.optim.offload", "--trainer.activation-checkpointing")
 LORA = ("--trainer.lora.rank", "16")
 LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")

@@ -22,10 +22,8 @@ from serve_gpu import with_names
 from shapes_gpu import MODELS, write_shape
 from training import our_model
 
-MICRO = {
-    "0.6B 128 x (37+128)": 128,
-    "4B 128 x (222+498)": 8,
-}  # rollouts in a pass of TRL's: what fits the card
+# Rollouts in a pass of TRL's: what fits the card
+MICRO = {"0.6B 128 x (37+128)": 128, "4B 128 x (222+498)": 8}
 
 
 def write_weights(directory: Path, name: str) -> None:

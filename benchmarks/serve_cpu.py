@@ -106,9 +106,8 @@ def running(
         sock.bind(("127.0.0.1", 0))
         number = sock.getsockname()[1]
     url, start = f"http://127.0.0.1:{number}/v1", time.perf_counter()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(143)
-    )  # the server, in a session of its own, ends with this, too
+    # The server, in a session of its own, ends with this, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     process = subprocess.Popen(
         [*words, port, str(number)],
         env={**os.environ, **env},

@@ -106,9 +106,8 @@ def limits(
     spec: "ModelSpec", batch: int, context: float, rate: float, flops: float
 ) -> tuple[float, float]:
     """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
-    rows = (
-        0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-    )  # of which few are read
+    # Of which few are read
+    rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
     numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
     return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
 

@@ -31,10 +31,8 @@ OURS = {
     SMALL: ("sft", "ours", 16),
     SMALL_LORA: ("sft", "ours", 16, "lora"),
 }
-GROUPS = [
-    (512, 128),
-    (128, 512),
-]  # prompt and completion; the prompt is computed once, or once a sequence
+# Prompt and completion; the prompt is computed once, or once a sequence
+GROUPS = [(512, 128), (128, 512)]
 for prompt, completion in GROUPS:
     words = ("groups", "ours", prompt, completion, 16)
     OURS[f"groups {prompt} + {completion}, shared"] = words
@@ -60,9 +58,8 @@ def run(python: str, words: tuple) -> dict | None:
 
 def floor(tokens: int, flops: float, rate: float) -> dict[str, float]:
     """Seconds that a step cannot go below: arithmetic, the optimiser's bytes, activations read and written once."""
-    element_wise = (
-        28 * tokens * 2 * (1024 * 24 + 4096 * 8 + 6144 * 9)
-    )  # norms, heads and SwiGLU, forward and back
+    # Norms, heads and SwiGLU, forward and back
+    element_wise = 28 * tokens * 2 * (1024 * 24 + 4096 * 8 + 6144 * 9)
     return {
         "products and attention": flops / rate,
         "optimiser": PARAMETERS * (2 + 3 * 8 + 2) / BYTES,

@@ -190,9 +190,8 @@ def our_steps(
             for x in sequences_of(i)
         ]
         batches[i] = Batch(i, rows)
-    tokens = sum(
-        len(sample.ids) - 1 for sample in batches[1].samples
-    )  # of each step: those that predict something
+    # Of each step: those that predict something
+    tokens = sum(len(sample.ids) - 1 for sample in batches[1].samples)
     return measure(
         lambda i: trainer.step(batches[i]), lambda i: tokens, lambda i: flops, trainer.laps
     )
@@ -328,9 +327,8 @@ def trl_sft(attention: str, strategy: str) -> dict:
 
     class Counted(SFTTrainer):
         def compute_loss(self, model, inputs, *rest, **named):
-            tokens.append(
-                inputs["input_ids"].numel()
-            )  # padding too, if there is any: to the peer's favour
+            # Padding too, if there is any: to the peer's favour
+            tokens.append(inputs["input_ids"].numel())
             return super().compute_loss(model, inputs, *rest, **named)
 
     from tokenizers import Tokenizer

@@ -63,9 +63,8 @@ def main() -> None:
         free, _ = torch.cuda.mem_get_info()
         size = sum(file.stat().st_size for file in trainer.checkpoints[args.steps].iterdir())
     steps = sum(row["time/step"] for row in rows)
-    lengths = sum(row["completion_len/mean"] for row in rows) / len(
-        rows
-    )  # an end is one of 151,936 tokens
+    # An end is one of 151,936 tokens
+    lengths = sum(row["completion_len/mean"] for row in rows) / len(rows)
     assert lengths > 127, "completions ended early: not the work that is meant"
     finish(
         steps_s=steps,

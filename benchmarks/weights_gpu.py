@@ -21,10 +21,8 @@ from pathlib import Path
 from peer import ROOT, finish, median, with_tasks
 from shapes_gpu import MODELS, TINY, write_shape
 
-SLOW, TELLING = (
-    1.5,
-    ("time", "batch", "failures", "tokens", "completion_len"),
-)  # of a step; what is told of slow ones
+# Of a step; what is told of slow ones
+SLOW, TELLING = (1.5, ("time", "batch", "failures", "tokens", "completion_len"))
 
 
 def metrics(model: Path, out: Path, steps: int, way: str, level: int) -> list[dict[str, float]]:

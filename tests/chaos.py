@@ -181,9 +181,8 @@ def run(
                 if pid is not None and not is_over(out, steps):
                     os.kill(pid, signal.SIGKILL)
                     done, seen = done + 1, newest(out)
-                    rest = (
-                        10.0 if {"inference"} >= set(parts) else 0.0
-                    )  # five kills within a minute end a run
+                    # Five kills within a minute end a run
+                    rest = 10.0 if {"inference"} >= set(parts) else 0.0
                     moment = time.monotonic() + rest + draw_pause()
         deadline = time.monotonic() + 120
         while (

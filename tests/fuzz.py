@@ -311,9 +311,8 @@ def attack(requests: int, connections: int, seed: int) -> int:
                         ]
                     )
 
-                asyncio.run(
-                    hostile_clients.attack(server.url, 200, 10, seed + 1)
-                )  # what is loaded at a first request
+                # What is loaded at a first request
+                asyncio.run(hostile_clients.attack(server.url, 200, 10, seed + 1))
                 text, before = complete(), resident(server)
                 statuses, wrong, longest = asyncio.run(
                     hostile_clients.attack(server.url, requests, connections, seed)

@@ -182,9 +182,8 @@ async def send_request(port: int, data: bytes, patience: float) -> list[int]:
                 await writer.drain()
             while new := await reader.read(1 << 16):
                 found += new
-                if (
-                    b"\r\n\r\n" in found and data.count(b" HTTP/1.1\r\n") == 1
-                ):  # the server keeps the connection
+                # The server keeps the connection
+                if b"\r\n\r\n" in found and data.count(b" HTTP/1.1\r\n") == 1:
                     break
     except (TimeoutError, ConnectionError):
         pass

@@ -17,11 +17,8 @@ def begin_run():
     _lock = (directory / "alive").open("w")
     fcntl.flock(_lock, fcntl.LOCK_EX)
     os.environ[VARIABLE] = str(directory)
-    for name in (
-        "WANDB_DATA_DIR",
-        "WANDB_CONFIG_DIR",
-        "WANDB_CACHE_DIR",
-    ):  # else below the home directory
+    # Else below the home directory
+    for name in ("WANDB_DATA_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR"):
         os.environ[name] = str(directory)
 
 

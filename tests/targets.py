@@ -85,6 +85,7 @@ def pretend(capability: str) -> None:
     major, minor = map(int, capability.split("."))
     _, processors, _ = CARDS[capability]
     driver.set_active(_Driver((major, minor)))  # type: ignore[arg-type]
+    # These remember what they have found
     with (
         mock.patch("torch.cuda.is_available", lambda: True),
         mock.patch("torch.cuda.get_device_capability", lambda: (major, minor)),
@@ -92,7 +93,7 @@ def pretend(capability: str) -> None:
             "torch.cuda.get_device_properties",
             lambda: SimpleNamespace(multi_processor_count=processors),
         ),
-    ):  # these remember what they have found
+    ):
         for asked in (
             gpu.has_dependent_launch,
             gpu.processors,

@@ -123,10 +123,8 @@ def problem(rng: random.Random, operations: int, largest: int) -> dict[str, str]
     for _ in range(count):
         words += [rng.choice("+-*"), str(rng.randint(0, largest))]
     expression = " ".join(words)
-    return {
-        "question": f"Calculate {expression}.",
-        "answer": str(eval(expression)),
-    }  # of our own digits and signs
+    # Of our own digits and signs
+    return {"question": f"Calculate {expression}.", "answer": str(eval(expression))}
 
 
 def file_rows(path: Path) -> list[dict[str, Any]]:

@@ -67,9 +67,8 @@ def main(directory: Path, shape: str) -> None:
     tokenizer.add_special_tokens([AddedToken(role, special=True) for role in ROLES])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in WORDS])
     end = tokenizer.token_to_id("<|end|>")
-    close = tokenizer.token_to_id(
-        "</reversed_text>"
-    )  # ends a generation as well: nothing after it counts
+    # Ends a generation as well: nothing after it counts
+    close = tokenizer.token_to_id("</reversed_text>")
 
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))

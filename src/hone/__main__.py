@@ -2,9 +2,8 @@
 
 import sys
 
-if (
-    not sys.flags.safe_path
-):  # python -m puts the working directory first, whose numpy.py would be imported
+# Python -m puts the working directory first, whose numpy.py would be imported
+if not sys.flags.safe_path:
     del sys.path[0]
 
 from hone.cli import hone

@@ -27,11 +27,8 @@ OTHERS = {  # subcommands with arguments of their own kind
     "slurm": "hone.launch.slurm:main",
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
-LOOKERS = (
-    "dashboard",
-    "doctor",
-    "plot",
-)  # without arguments they say what is missing, or need none
+# Without arguments they say what is missing, or need none
+LOOKERS = ("dashboard", "doctor", "plot")
 
 
 def _make_entry(command: str) -> Callable[[], None]:
@@ -47,9 +44,8 @@ def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
     machine.prepare_environment()
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # ends what it has started, too
+    # Ends what it has started, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _exit_process(_guard_command("vf-eval", lambda: main(sys.argv[1:])))
 
 
@@ -250,9 +246,8 @@ def is_disk_full(error: BaseException | None) -> bool:
 def _exit_process(code: int) -> None:
     preemption.ignore_from_now_on()
     sys.stdout.flush()
-    if (
-        os.environ.get("WORLD_SIZE", "1") != "1"
-    ):  # threads of torch may abort one of several ranks on the long way
+    # Threads of torch may abort one of several ranks on the long way
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         import logging
 
         logging.shutdown()

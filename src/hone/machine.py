@@ -22,10 +22,8 @@ GPUS_VARIABLE = (
 )
 CORES_VARIABLE = "HONE_CORES"  # number of cores of a run, of which each of its processes has some
 SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
-USUAL_START, SLOWEST = (
-    3.0,
-    3.0,
-)  # seconds that imports take there; how much longer deadlines get at most
+# Seconds that imports take there; how much longer deadlines get at most
+USUAL_START, SLOWEST = (3.0, 3.0)
 YOUNG = 20_000  # objects that are made between two looks
 _slowness = 1.0
 # What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
@@ -189,11 +187,8 @@ class Neighbours(threading.Thread):
     switch.
     """
 
-    EVERY, BUSY, FREE = (
-        0.5,
-        0.1,
-        0.03,
-    )  # seconds; shares of the time that threads wanted a core and had none
+    # Seconds; shares of the time that threads wanted a core and had none
+    EVERY, BUSY, FREE = (0.5, 0.1, 0.03)
 
     def __init__(self) -> None:
         super().__init__(name="neighbours", daemon=True)

@@ -38,9 +38,8 @@ def listen_for_signals() -> None:
 
 def listen_to_ctrl_c() -> None:
     """Let the first Ctrl-C stop a run after its step. Call on the main thread."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # not in a job that ignores it
+    # Not in a job that ignores it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
@@ -105,9 +104,8 @@ def end_with_parent() -> None:
     def watch_parent() -> None:
         while os.getppid() == parent if is_direct else is_alive(parent):
             time.sleep(0.5)
-        if callable(
-            signal.getsignal(signal.SIGTERM)
-        ):  # it has something to end, perhaps a process that stands still
+        # It has something to end, perhaps a process that stands still
+        if callable(signal.getsignal(signal.SIGTERM)):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(LAST_SECONDS)
         if os.getpgrp() == os.getpid():  # with all that was started from here

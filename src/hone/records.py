@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Message = dict[str, Any]  # an OpenAI chat message: role, content, …
-Tool = dict[
-    str, Any
-]  # an OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
+# An OpenAI tool: {"type": "function", "function": {"name", "description", "parameters"}}
+Tool = dict[str, Any]
 
 
 class Refused(RuntimeError):
@@ -208,12 +207,10 @@ class Rollout:
     seconds: float = 0.0
     error: str | None = None
     stop: str = ""  # the condition that ended it, as in max_turns_reached
-    timings: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds: of the model, the environment, scoring
-    state: dict[str, Any] = field(
-        default_factory=dict, repr=False
-    )  # what its environment kept for reward functions
+    # Seconds: of the model, the environment, scoring
+    timings: dict[str, float] = field(default_factory=dict)
+    # What its environment kept for reward functions
+    state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def is_truncated(self) -> bool:

@@ -22,10 +22,8 @@ from typing import Any
 
 from hone.config.sections import Layout
 
-UserError = (
-    ValueError,
-    ConnectionError,
-)  # what a command reports in one message; anything else is a bug of ours
+# What a command reports in one message; anything else is a bug of ours
+UserError = (ValueError, ConnectionError)
 
 
 class RunDirectory:
@@ -147,9 +145,8 @@ class RunDirectory:
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        rewrite_file(
-            file, toml, mode=0o600
-        )  # a component that has just been started may be reading it
+        # A component that has just been started may be reading it
+        rewrite_file(file, toml, mode=0o600)
         return file
 
     def write_facts(self, **about: Any) -> None:

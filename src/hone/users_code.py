@@ -36,6 +36,5 @@ class _Contained:
             raise ExitInUserCode(f"it raised {type(error).__name__}: {error}") from error
 
 
-CONTAINED = (
-    _Contained()
-)  # use as `with CONTAINED:`; thousands of rewards a second are computed in it
+# Use as `with CONTAINED:`; thousands of rewards a second are computed in it
+CONTAINED = _Contained()

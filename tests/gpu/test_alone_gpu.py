@@ -50,9 +50,8 @@ def expected_of(heads, cache, where):
     return attend_by_pages_reference(*turned, *cache, DecodeRows(*where)), cache
 
 
-def close(
-    one, two, atol=1.5e-3
-):  # rounding to float16 takes 4e-4 at most here, a token too few 4e-3 at least
+# Rounding to float16 takes 4e-4 at most here, a token too few 4e-3 at least
+def close(one, two, atol=1.5e-3):
     torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=atol)
 
 

@@ -15,9 +15,8 @@ from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-SPEC = ModelSpec(
-    384, 320, 704, 2, 4, 1, 32, 1e-6, 10000.0, True, 1024, 0.06, False
-)  # sizes of no other test
+# Sizes of no other test
+SPEC = ModelSpec(384, 320, 704, 2, 4, 1, 32, 1e-6, 10000.0, True, 1024, 0.06, False)
 
 
 def sampler_and_trainer(model):

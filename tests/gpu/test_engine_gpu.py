@@ -160,11 +160,8 @@ def test_a_group_reads_its_prompt_once(model):
 def test_few_long_sequences_are_divided_among_blocks(model):
     requests = [request(p, seed=i, max_tokens=400) for i, p in enumerate(prompts([1500, 70, 3]))]
     engine = Engine(model, max_batch_size=64, max_model_len=2048, kv_cache_gib=1)
-    for some in (
-        requests,
-        requests[1:],
-        requests[2:],
-    ):  # from their prompts on, or when they have become long
+    # From their prompts on, or when they have become long
+    for some in (requests, requests[1:], requests[2:]):
         engine.captured.clear()
         done = engine.generate(some)
         assert any(isinstance(key, Key) and key.parts for key in engine.captured.graphs), (
@@ -180,9 +177,8 @@ def test_many_sequences_over_pages_that_lie_apart():
     made.init_weights(torch.Generator().manual_seed(0))
     made = made.to("cuda", torch.bfloat16)
     engine = Engine(made, max_batch_size=256, max_model_len=512, kv_cache_gib=1)
-    for seed, count in enumerate(
-        (200, 20, 40, 100, 200)
-    ):  # pages lie apart after the first, in any order
+    # Pages lie apart after the first, in any order
+    for seed, count in enumerate((200, 20, 40, 100, 200)):
         lengths = np.random.default_rng(seed).integers(1, 250, count)
         requests = [request(p, seed=i, max_tokens=90) for i, p in enumerate(prompts(lengths, seed))]
         assert_logprobs(made, requests, engine.generate(requests))
@@ -262,9 +258,8 @@ def test_updates_in_flight_change_the_very_next_tokens(model):
         )
     first, last = (engine.generate([request([5, 6], seed=1)])[0].logprobs for _ in range(2))
     assert first == last
-    assert abs(np.mean(first)) > abs(
-        np.mean(done[1].logprobs[:9])
-    )  # flatter by the norm that shrank
+    # Flatter by the norm that shrank
+    assert abs(np.mean(first)) > abs(np.mean(done[1].logprobs[:9]))
 
 
 @pytest.fixture(scope="module")

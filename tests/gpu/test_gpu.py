@@ -94,7 +94,6 @@ def test_training_moves_the_storage_that_the_engine_reads():
         assert abs(values["importance_ratio/mean"] - 1) < 0.1
     assert made.embed.weight.data_ptr() == address
     before = sum(completion.logprobs)
-    assert (
-        sum(engine.generate([request])[0].logprobs) > before - 1
-    )  # the rewarded tokens did not become unlikely
+    # The rewarded tokens did not become unlikely
+    assert sum(engine.generate([request])[0].logprobs) > before - 1
     assert values["entropy/mean"] < 5

@@ -25,9 +25,8 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 http = httpx.Client(timeout=HANG_SECONDS)
 TINY = "examples/reverse_text_tiny"
-AFRESH = {
-    "HONE_TEST_AFRESH": "1"
-}  # environment of commands that are started as users start them, not forked
+# Environment of commands that are started as users start them, not forked
+AFRESH = {"HONE_TEST_AFRESH": "1"}
 RL_ENV = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 8, "num_examples": 64}}'
 
 
@@ -88,9 +87,8 @@ def start(*words, log=None, err=None, cwd=ROOT, env=None):
 @functools.cache
 def ensure_templates():
     """Start the processes that commands are forked from; return whether there can be such."""
-    can_fork = (
-        CAN_FORK and shared_run.run_directory() is not None
-    )  # not by `python -m tests.fuzz`, which is no test run
+    # Not by `python -m tests.fuzz`, which is no test run
+    can_fork = CAN_FORK and shared_run.run_directory() is not None
     if can_fork:
         start_templates(os.environ)
     return can_fork

@@ -102,10 +102,8 @@ def start_templates(environment):
     """Start the template processes of a test run, unless another process of the run has."""
     with (run_directory() / "templates.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for threads in (
-            environment.get("OMP_NUM_THREADS", "1"),
-            "1",
-        ):  # commands of one process, parts of a run
+        # Commands of one process, parts of a run
+        for threads in (environment.get("OMP_NUM_THREADS", "1"), "1"):
             wanted = {**environment, "OMP_NUM_THREADS": threads}
             path = _socket_path(wanted)
             if path.exists():
@@ -321,9 +319,8 @@ def _keep(words, cwd, environment, requester, connection, files):
 
 
 def _run(words):
-    words = [
-        word for i, word in enumerate(words) if (i, word) != (1, "-P")
-    ]  # `hone` keeps to its own path anyway
+    # `hone` keeps to its own path anyway
+    words = [word for i, word in enumerate(words) if (i, word) != (1, "-P")]
     if not os.path.basename(words[0]).startswith("python"):
         sys.argv, sys.path[0] = words, os.path.dirname(words[0])
         runpy.run_path(words[0], run_name="__main__")

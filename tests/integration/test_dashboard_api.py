@@ -41,10 +41,8 @@ def test_the_dashboard_serves_a_finished_run(on_policy_run, started, tmp_path):
         .startswith(("<?xml", "<svg"))
     )
     assert "<html" in http.get(url).text
-    assert http.post(f"{url}/api/lab/start", json={}).status_code in (
-        401,
-        403,
-    )  # starting runs needs the token
+    # Starting runs needs the token
+    assert http.post(f"{url}/api/lab/start", json={}).status_code in (401, 403)
 
 
 @pytest.mark.main_path

@@ -9,9 +9,8 @@ from .conftest import ROOT, command
 
 @pytest.mark.main_path
 def test_demo(tmp_path, monkeypatch):
-    monkeypatch.delenv(
-        "GOMP_SPINCOUNT", raising=False
-    )  # as users run it: threads wait by what else is running
+    # As users run it: threads wait by what else is running
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     done = command(
         "python",
         ROOT / "examples/reverse_text_tiny/demo.py",

@@ -261,9 +261,8 @@ def test_the_token_client_of_the_library_goes_on_in_the_tokens_that_were_sampled
     for turns in said["rollouts"]:
         assert len(turns) == 3
         for before, after in itertools.pairwise(turns):
-            if not before[
-                "is_truncated"
-            ]:  # the library writes a conversation anew after one that was cut
+            # The library writes a conversation anew after one that was cut
+            if not before["is_truncated"]:
                 whole = before["prompt_ids"] + before["completion_ids"]
                 assert after["prompt_ids"][: len(whole)] == whole and len(
                     after["prompt_ids"]

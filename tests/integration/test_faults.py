@@ -65,9 +65,8 @@ def test_weights_that_did_not_arrive_end_the_run_at_that_step(
     assert "and 32 more" in last if fault == "stale" else True
     rows = metrics(out)
     assert [row["step"] for row in rows] == [1, 2]
-    assert (
-        rows[0].get("weights/canary_difference", 0.0) < 1e-4
-    )  # unless version 2 came before anybody had looked
+    # Unless version 2 came before anybody had looked
+    assert rows[0].get("weights/canary_difference", 0.0) < 1e-4
 
 
 def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(trained, tmp_path):
@@ -92,9 +91,8 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
         "embed_tokens",
     )
     rows, whole = metrics(out), (trained / "model.safetensors").stat().st_size
-    sizes = [
-        row["weights/bytes"] for row in rows if "weights/bytes" in row
-    ]  # of versions that were not passed over
+    # Of versions that were not passed over
+    sizes = [row["weights/bytes"] for row in rows if "weights/bytes" in row]
     assert len(rows) == 4 and sizes and all(0 < size < whole / 2 for size in sizes)
     assert max(row.get("weights/canary_difference", 0.0) for row in rows) < 1e-3
     log = (out / "logs" / "orchestrator.log").read_text()
@@ -345,9 +343,8 @@ class Minute(threading.Thread):
             for part in ("inference", "orchestrator", r"trainer", "worker"):
                 self.runs[part] = Still(part, self.root / part, self.model)
             waiting, deadline = list(self.runs.values()), time.monotonic() + HANG_SECONDS
-            while (
-                waiting
-            ):  # each as soon as it is there: it would be at its end when the others are
+            # Each as soon as it is there: it would be at its end when the others are
+            while waiting:
                 assert time.monotonic() < deadline, [run.part for run in waiting]
                 for run in [run for run in waiting if run.is_there()]:
                     run.stop()

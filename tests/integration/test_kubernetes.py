@@ -524,9 +524,8 @@ def test_the_pods_of_the_tiny_example_train_and_sleep_and_survive_a_crash_and_an
             or f"step_{left}" in pods["trainer"].text()
         )
 
-        for i, name in enumerate(
-            ("orchestrator", "trainer"), 1
-        ):  # drained after the end: they see that it is over
+        # Drained after the end: they see that it is over
+        for i, name in enumerate(("orchestrator", "trainer"), 1):
             pods[name].delete()
             again = Pod(
                 name,

@@ -78,11 +78,8 @@ def test_a_conversation_is_one_sequence_of_the_tokens_that_were_sampled(kind, tr
     ]
     assert len(rollouts) == 16 and all(len(r["turns"]) == 3 for r in rollouts)
     whole = 0
-    drawn, sequences, special = (
-        0,
-        0,
-        256,
-    )  # the first special token: text does not show those that are sampled amid
+    # The first special token: text does not show those that are sampled amid
+    drawn, sequences, special = (0, 0, 256)
     for r in rollouts:
         one, two, three = r["turns"]
         for earlier, later in ((one, two), (two, three)):

@@ -358,9 +358,8 @@ def test_contents_change_while_nobody_reads_them():
         assert version == beside == 5
     with pytest.raises(ZeroDivisionError), stamp.change_version(6, 0.0):
         raise ZeroDivisionError
-    with reader.hold_version(
-        0.0
-    ) as version:  # of contents that are half of one version and half of another
+    # Of contents that are half of one version and half of another
+    with reader.hold_version(0.0) as version:
         assert version == -1
 
 

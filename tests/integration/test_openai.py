@@ -263,9 +263,8 @@ def test_a_long_message_does_not_hold_up_others(server, trained):
 
     answer, waits = asyncio.run(both())
     assert answer.status_code == 400 and "maximum context length is 2048" in answer.text
-    assert max(waits) < max(
-        1.0, sum(waits) / 2
-    )  # seconds; an event loop that is held answers once, late
+    # Seconds; an event loop that is held answers once, late
+    assert max(waits) < max(1.0, sum(waits) / 2)
     over = json.dumps(long | {"messages": [{"role": "user", "content": "x" * 2**24}]})
     sent = {"content-type": "application/json"}
     assert (

@@ -138,9 +138,8 @@ def test_the_algorithms_page(place, started):
 def test_the_environments_page(tmp_path, monkeypatch):
     make, install, check = commands_of("environments.md")
     typed(make, tmp_path)
-    assert (
-        install == "hone env install environments/my_task"
-    )  # into the environment of the tests: not done
+    # Into the environment of the tests: not done
+    assert install == "hone env install environments/my_task"
     assert "my-task" in typed(f"{check} -p environments", tmp_path)
 
 

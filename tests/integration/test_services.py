@@ -531,9 +531,8 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_lines(deployment, trained, 
         "\r", "\n"
     )
     seen = re.findall(r"^rl .* (\d)/3 +((?:reward \d\.\d{4} )?\w+)", lines, re.MULTILINE)
-    first_seen = list(
-        dict.fromkeys(step for step, _ in seen)
-    )  # a frame may be drawn just after the next one
+    # A frame may be drawn just after the next one
+    first_seen = list(dict.fromkeys(step for step, _ in seen))
     assert first_seen == sorted(first_seen)
     assert seen[0][0] == "0" and seen[-1][0] == "3" and seen[-1][1].startswith("reward ")
     assert {"generating", "training"} & {said.split()[-1] for _, said in seen}

@@ -197,9 +197,8 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
     assert weights(place, "cut", steps) == weights(place, "whole", steps)
     assert (place / "cut" / "logs" / "attempt_0" / "trainer.log").exists()
     rows = [json.loads(line) for line in (place / "cut" / "metrics.jsonl").open()]
-    assert (
-        sum(row["reward/mean"] for row in rows[-20:] if "reward/mean" in row) / 20 > 0.93
-    )  # 0.75 before
+    # 0.75 before
+    assert sum(row["reward/mean"] for row in rows[-20:] if "reward/mean" in row) / 20 > 0.93
 
 
 def latest(run):

@@ -233,9 +233,8 @@ def test_sampler_and_trainer_agree_at_learning_rate_zero(rl, trained, tmp_path, 
         expected = logprobs.gather(1, torch.tensor(ids)[:, None]).squeeze(1)
         differences.append((torch.tensor(turn["logprobs"]) - expected).abs().max())
     assert max(differences) <= 1e-4
-    assert (
-        0.1 < torch.stack(entropies).mean() < 4.0
-    )  # not uniform over 264 tokens (5.6 nats), not constant
+    # Not uniform over 264 tokens (5.6 nats), not constant
+    assert 0.1 < torch.stack(entropies).mean() < 4.0
     assert_same_weights(weights(tmp_path / "run", 2), load_file(trained / "model.safetensors"))
 
 
@@ -368,9 +367,8 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
     command(*words, tmp_path / "parts", "--max-steps", 2)
     command(*words, tmp_path / "parts", "--max-steps", 4, "--resume")
     assert_same_weights(weights(tmp_path / "whole", 4), weights(tmp_path / "parts", 4))
-    again = command(
-        *words, tmp_path / "parts", "--max-steps", 4, "--resume", "auto"
-    )  # nothing is left to do
+    # Nothing is left to do
+    again = command(*words, tmp_path / "parts", "--max-steps", 4, "--resume", "auto")
     assert "Weights of step 4 in" in again.stdout
     rows = metrics(tmp_path / "whole", "metrics_sft.jsonl")
     assert [row["step"] for row in rows if "eval/reverse-text/reward" in row] == [0, 2, 4]
@@ -520,9 +518,8 @@ def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two", "parts")
     )
     assert (one.pop("ranks"), two.pop("ranks"), parts.pop("ranks")) == (1, 2, 3)
-    limit = (
-        1e-5 if optimizer == "adamw" else 1e-4
-    )  # Newton-Schulz enlarges what is small; 1e-6: logprobs are rounded to 2e-7
+    # Newton-Schulz enlarges what is small; 1e-6: logprobs are rounded to 2e-7
+    limit = 1e-5 if optimizer == "adamw" else 1e-4
     for name in set(one):
         if not name.startswith(("time/", "perf/")):
             assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name

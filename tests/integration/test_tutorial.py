@@ -44,9 +44,8 @@ def lab(tmp_path_factory):
     said = {}
     for script in blocks("bash"):
         typed = script.replace("hone lab setup", "hone lab setup --no-install")
-        typed = re.sub(
-            r"(vf-rl @ configs/vf-rl/(?!\S*tiny|my)\S+)", r"\1 --dry-run", typed
-        )  # models of the hub
+        # Models of the hub
+        typed = re.sub(r"(vf-rl @ configs/vf-rl/(?!\S*tiny|my)\S+)", r"\1 --dry-run", typed)
         done = at_a_shell(typed, place)
         assert done.returncode == 0, f"{typed}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
         said[script] = done.stdout

@@ -367,6 +367,7 @@ def test_an_algorithm_in_a_components_file_is_that_of_the_run(tmp_path):
     assert trainer.loss == other.trainer.loss.model_copy(update={"clip_low": 0.1})
 
 
+# Of what a run may have otherwise when it goes on
 FREE_KEYS = (
     "output_dir layout clean resume fork dashboard wandb tensorboard ckpt log_level log_format "
     "log_interval ranks_timeout max_steps max_seconds bench "
@@ -375,7 +376,7 @@ FREE_KEYS = (
     "offload on_bad_step sharding batch_timeout activation_checkpointing micro_batch_tokens micro_batch_size client "
     "base_url api_key_var ready_timeout workers venv rollout_timeout rollout_retries weights_timeout canary_tolerance "
     "log_samples"
-).split()  # of what a run may have otherwise when it goes on
+).split()
 ENVS = [{"id": "a", "args": {"n": [1, {"x": 2}]}}, {"id": "b", "algorithm": "gspo"}]
 
 
@@ -467,9 +468,8 @@ def test_a_key_of_a_list_of_environments_is_set_in_each_or_in_the_one_that_is_na
         RLConfig, [*words, "--orchestrator.env.long-ones.max-tokens", "30"]
     ).orchestrator.env
     assert (one.max_tokens, two.max_tokens, two.known_as) == (7, 30, "long-ones")
-    assert merge_tables({"env": []}, {"env": {"id": "a"}}) == {
-        "env": {"id": "a"}
-    }  # nothing to change: it stands there now
+    # Nothing to change: it stands there now
+    assert merge_tables({"env": []}, {"env": {"id": "a"}}) == {"env": {"id": "a"}}
     (only,) = load_config(
         RLConfig, [*words, "--orchestrator.env", '{"id": "other"}']
     ).orchestrator.env

@@ -97,9 +97,8 @@ def test_an_index_takes_in_what_is_new_and_forgets_what_is_gone(run):
     assert index.update_index() and not index.update_index()
     assert last(index)["step"] == 3 and index.find_rollouts({}, "step", True, 50, 0)["total"] == 12
     with (run / "metrics.jsonl").open("a") as file:
-        file.write(
-            '{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew'
-        )  # the last line is yet to be whole
+        # The last line is yet to be whole
+        file.write('{"step": 4, "reward/mean": 0.4}\n{"step": 5, "rew')
     write_step(run, 4, [rollout(4, 0)])
     assert index.update_index()
     assert index.metric_series(["reward/mean"])["reward/mean"] == [
@@ -546,9 +545,8 @@ def test_jobs_that_somebody_else_wrote_are_shown_and_nothing_more(
     with jobs._lock:
         queued = [job.name for job in jobs._read_jobs() if job.state == "queued"]
     assert queued == ["rl-010"] and (root / "precious").exists() and not killed
-    assert [job.name for job in Jobs(root)._read_jobs() if job.state == "queued"] == [
-        "rl-010"
-    ]  # another dashboard's
+    # Another dashboard's
+    assert [job.name for job in Jobs(root)._read_jobs() if job.state == "queued"] == ["rl-010"]
     (root / ".hone" / "jobs" / "rl-010" / "rl.toml").write_text("# changed by somebody")
     assert all(job.state == "foreign" for job in Jobs(root)._read_jobs())
     assert (tmp_path / "data" / "hone" / "dashboard.key").stat().st_mode & 0o777 == 0o600

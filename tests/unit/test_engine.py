@@ -64,9 +64,8 @@ def test_logprobs_equal_a_plain_forward(model, temperature):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(4, 50, n).tolist() for n in (1, 5, 17, 30) for _ in range(5)]
     requests = [request(p, seed=i, temperature=temperature) for i, p in enumerate(prompts)]
-    done = Engine(model, max_batch_size=7).generate(
-        requests
-    )  # more requests than rows: rows are reused
+    # More requests than rows: rows are reused
+    done = Engine(model, max_batch_size=7).generate(requests)
     assert any(c.finish_reason == "stop" for c in done) and any(
         c.finish_reason == "length" for c in done
     )
@@ -244,9 +243,8 @@ def test_a_group_stores_its_prompt_once(model):
     engine.step()
     pages = [s.pages for s in engine.decoding]
     assert len({tuple(p[:2]) for p in pages}) == 1 and len({p[2] for p in pages}) == 8
-    assert (
-        engine.pool.pages - 1 - engine.pool.available_count == 2 + 8 * 3
-    )  # 70 tokens: five pages, of which two are shared
+    # 70 tokens: five pages, of which two are shared
+    assert engine.pool.pages - 1 - engine.pool.available_count == 2 + 8 * 3
     drain(engine)
     assert_all_returned(engine)
 
@@ -359,9 +357,8 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
     engine.step()  # a page of the prompt
     assert engine.admission.prefilling and len(engine.pool.match_prefix(prompt)) == 1
     engine.set_version(1)
-    engine.add(
-        request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None
-    )  # joins the two
+    # Joins the two
+    engine.add(request(prompt, seed=2, max_tokens=20, stop=frozenset()), lambda done: None)
     drain(engine)
     assert engine.pool.match_prefix([*prompt, 9]) == []
     engine.generate([request(prompt, max_tokens=1)])
@@ -370,9 +367,8 @@ def test_keys_of_two_policies_are_never_used_again(model, monkeypatch):
 
 def test_requests_are_admitted_in_the_order_they_came(model):
     engine, started = Engine(model, max_batch_size=2, kv_cache_gib=ONE_SEQUENCE), []
-    for i, n in enumerate(
-        (90, 2, 2, 60)
-    ):  # the first fills the cache, the small ones behind it must wait
+    # The first fills the cache, the small ones behind it must wait
+    for i, n in enumerate((90, 2, 2, 60)):
         engine.add(
             request([5] * n, seed=i, max_tokens=6, stop=frozenset()),
             lambda done, i=i: started.append(i),
@@ -441,10 +437,8 @@ def test_ten_thousand_random_requests_with_aborts_return_everything(model):
         [],
     )
     prompts = [rng.integers(4, 50, n).tolist() for n in rng.integers(1, 70, 200)]
-    sent, count = (
-        0,
-        1_500 if engine.packed is None else 10_000,
-    )  # layer by layer each takes four times as long
+    # Layer by layer each takes four times as long
+    sent, count = (0, 1_500 if engine.packed is None else 10_000)
     while sent < count or not engine.is_idle:
         for _ in range(min(int(rng.integers(0, 60)), count - sent)):
             prompt = prompts[int(rng.integers(200))]
@@ -456,9 +450,8 @@ def test_ten_thousand_random_requests_with_aborts_return_everything(model):
             sent += 1
         for _ in range(int(rng.integers(0, 4))):
             if alive:
-                engine.abort_request(
-                    alive.pop(int(rng.integers(len(alive))))
-                )  # also such as have ended
+                # Also such as have ended
+                engine.abort_request(alive.pop(int(rng.integers(len(alive)))))
         if rng.random() < 0.02:
             engine.set_version(engine.version + 1)
         engine.step()
@@ -745,11 +738,8 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
     chosen = [prefill._choose_graph(captured, small) for _ in range(4)]
     assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)
-    assert [prefill._choose_graph(captured, longer) for _ in range(3)] == [
-        None,
-        longer,
-        longer,
-    ]  # nothing has room for it
+    # Nothing has room for it
+    assert [prefill._choose_graph(captured, longer) for _ in range(3)] == [None, longer, longer]
     captured.clear()
     captured.has(Shape(512, 16, 64))
     assert prefill._choose_graph(captured, small) == (Shape(512, 16, 64) if stand_in else small)

@@ -226,9 +226,10 @@ def test_an_evaluation_goes_on_without_what_has_no_end_or_gives_nothing(end, err
 
     config = EvalConfig(env={"id": "odd"}, timeout=0.05)
     env = Odd(dataset=[{"question": "q"}], eval_dataset=[{"question": "q"}])
+    # Not a function's
     assert (
         mean_scores([Rollout(env.get_dataset()[0], [], [], 0.5, {"reward": 1.0})])["reward"] == 0.5
-    )  # not a function's
+    )
     assert asyncio.run(evaluate_environments(config, {"odd": env}, Echo("a"), 0)) == {
         "eval/odd/failed": 1
     }
@@ -246,9 +247,8 @@ def test_slow_comparisons_hold_up_no_others_and_no_longer_than_they_may(monkeypa
 
     async def compare():
         comparer = Comparer(0.5, workers=2)
-        assert (
-            await comparer.is_equal("g", "0") is True
-        )  # starting takes longer than a comparison may
+        # Starting takes longer than a comparison may
+        assert await comparer.is_equal("g", "0") is True
         start = time.monotonic()
         slow = asyncio.create_task(comparer.is_equal("g", "30"))
         await asyncio.sleep(0.05)

@@ -53,14 +53,12 @@ def test_what_is_always_there_is_counted(family, dtype, kind):
     own = trainer.optimizer
     reference = list(trainer.reference.parameters()) if trainer.reference is not None else []
     masters = own.masters if own.masters is not own.parameters else []
-    assert found.weights == pytest.approx(
-        nbytes([*model.parameters(), *reference]), rel=0.03
-    )  # without the norms
+    # Without the norms
+    assert found.weights == pytest.approx(nbytes([*model.parameters(), *reference]), rel=0.03)
     assert found.masters == pytest.approx(nbytes(masters), rel=0.03)
     assert found.moments == pytest.approx(nbytes([*own.exp_avg, *own.exp_avg_sq]), rel=0.1)
-    by_muon = (
-        nbytes([masters[i] for i in own.by_muon]) if masters else 0
-    )  # whose gradients are copied to fp32
+    # Whose gradients are copied to fp32
+    by_muon = nbytes([masters[i] for i in own.by_muon]) if masters else 0
     assert found.gradients == pytest.approx(nbytes(own.parameters) + by_muon, rel=0.1)
 
 
@@ -74,9 +72,8 @@ def test_what_is_offloaded_is_the_machines():
         away.host == 12 * spec.parameter_count() == here.peak_bytes - away.peak_bytes
         and here.host == 0
     )
-    assert (
-        away.gradients - here.gradients == 12 * ROOMS * PORTION
-    )  # rooms through which it comes to the GPU
+    # Rooms through which it comes to the GPU
+    assert away.gradients - here.gradients == 12 * ROOMS * PORTION
     assert away.describe_estimate().endswith(
         f", and {away.host / 2**30:.2f} GiB of the machine's memory"
     )
@@ -106,11 +103,8 @@ def test_qwen3_4b_on_one_card():
         spec, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16
     )
     by_card = [micro_batch_tokens(small, 2, False, gib * 2**30) for gib in (24, 80, 140)]
-    assert by_card == [
-        2**14,
-        20776,
-        2**15,
-    ]  # of Qwen3-0.6B; the step of 128 x (37 + 128) has 16,680
+    # Of Qwen3-0.6B; the step of 128 x (37 + 128) has 16,680
+    assert by_card == [2**14, 20776, 2**15]
     several = estimate_rl(spec, TrainerConfig(), 10**6, 2, 8704)
     assert (
         several.peak_bytes - estimate_rl(spec, TrainerConfig(), 8704, 2, 8704).peak_bytes

@@ -23,9 +23,10 @@ from hone.records import Completion, Sampling, Turn
 def test_the_error_of_a_mean_is_that_of_the_examples():
     values = np.random.default_rng(0).random(50)
     assert clustered_error(values, range(50)) == pytest.approx(values.std(ddof=1) / math.sqrt(50))
+    # Eight times the same says nothing more
     assert clustered_error(np.repeat(values, 8), np.repeat(range(50), 8)) == pytest.approx(
         values.std(ddof=1) / math.sqrt(50)
-    )  # eight times the same says nothing more
+    )
     assert math.isnan(clustered_error([1.0, 0.0], [3, 3]))
 
 
@@ -100,15 +101,13 @@ def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys)
     failed = [i for i, rollout in enumerate(first) if rollout.error]
     assert failed == [0, 5, 10]
     lines = (folder.path / "results.jsonl").read_text().splitlines()
-    (folder.path / "results.jsonl").write_text(
-        "\n".join(lines[:-3]) + "\n" + lines[-3][:20]
-    )  # it was killed
+    # It was killed
+    (folder.path / "results.jsonl").write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:20])
     known = Folder.open(folder.path).read_known(SETTINGS)
     client = Digits()
     whole = evaluate(client, folder, known)
-    assert (
-        len(client.asked) == 3 * 2 + 2
-    )  # groups with one that failed or was not written are made again
+    # Groups with one that failed or was not written are made again
+    assert len(client.asked) == 3 * 2 + 2
     assert [r.reward for r in whole] == [r.reward for r in evaluate(Digits())]
     folder.rewrite_rollouts(whole)
     folder.write_about(SETTINGS | summarize_rollouts(whole, 2, 1.0))

@@ -71,9 +71,8 @@ def test_sizes_are_those_of_the_model(family):
     model = made(family)
     matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2)
     assert model.spec.parameter_count() == matrices
-    active = matrices - 50 * 32 * (
-        family == "experts"
-    )  # the embedding is looked up, not multiplied
+    # The embedding is looked up, not multiplied
+    active = matrices - 50 * 32 * (family == "experts")
     if family == "experts":
         active -= 2 * (6 - 2) * 3 * 32 * 16  # four of six experts in each block are not asked
     assert model.spec.flops_per_token() == 2 * active
@@ -146,9 +145,8 @@ def test_what_the_sampler_wrote_the_trainer_scores_alike_and_learns(kind):
         values = trainer.step(Batch(step, samples))
         engine.set_version(step)
         assert values["mismatch_kl/max"] < 1e-6
-        assert (
-            before is None or values["entropy/mean"] != before
-        )  # the loss of what was sampled just now is 0
+        # The loss of what was sampled just now is 0
+        assert before is None or values["entropy/mean"] != before
         before = values["entropy/mean"]
 
 
@@ -180,9 +178,8 @@ def test_completions_say_which_experts_their_tokens_went_through():
         [9, 8],
     ]
     engine, completions = sampled(model, prompts)  # a sibling, pages that are shared, one alone
-    again = engine.generate([GenerateRequest(prompts[0] + [5], Sampling(1.0, 4), frozenset())])[
-        0
-    ]  # pages known before
+    # Pages known before
+    again = engine.generate([GenerateRequest(prompts[0] + [5], Sampling(1.0, 4), frozenset())])[0]
     for prompt, completion in [*zip(prompts, completions, strict=True), (prompts[0] + [5], again)]:
         ids = prompt + completion.ids
         found = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(
@@ -193,9 +190,8 @@ def test_completions_say_which_experts_their_tokens_went_through():
         assert np.array_equal(found[written], expected[written])
         first_block = found[:, :2]
         assert np.array_equal(first_block, expected[:, :2]) and (first_block >= 0).all()
-        assert (
-            found[: len(prompt) - 1, 2:] == -1
-        ).all()  # the last block computes what is needed alone
+        # The last block computes what is needed alone
+        assert (found[: len(prompt) - 1, 2:] == -1).all()
     dense = sampled(made("dense"), prompts)[1]
     assert [completion.routing for completion in dense] == [""] * 4
 

@@ -104,11 +104,8 @@ async def until(holds):
 def test_a_server_is_asked_for_what_it_computes_and_a_little_more(monkeypatch):
     async def program(made, clients):
         (server,), (client,) = made.servers, clients
-        client.state = {
-            "running": 16,
-            "waiting": 84,
-            "without_room": 0,
-        }  # it has only begun to read
+        # It has only begun to read
+        client.state = {"running": 16, "waiting": 84, "without_room": 0}
         watching = asyncio.ensure_future(made.watch_servers())
         first = [ask(made, 2 * i, f"p{i}") for i in range(100)]
         await asyncio.sleep(0.05)
@@ -225,9 +222,8 @@ def test_a_connection_that_breaks_is_no_lost_server(monkeypatch, caplog):
         client.gone.set()
         client.gone = asyncio.Event()
         await until(lambda: len(client.asked) == 2)
-        assert (
-            made.servers[0].is_up and client.asked[0][3] != client.asked[1][3]
-        )  # under another name
+        # Under another name
+        assert made.servers[0].is_up and client.asked[0][3] != client.asked[1][3]
         client.answer(1)
         assert (await task).completion.ids == [9]
 

@@ -421,11 +421,8 @@ def test_decoding_by_pages(H, K, with_norm, how, monkeypatch):
 
     is_exact = how == "exact"
     monkeypatch.setattr(numerics, "_kept", numerics.PARTS if is_exact else frozenset())
-    E, PAGE, lengths = (
-        16,
-        64 if is_exact else 16,
-        [47, 40, 3, 50, 35],
-    )  # rows 0, 1 and 4 share their first two pages
+    # Rows 0, 1 and 4 share their first two pages
+    E, PAGE, lengths = (16, 64 if is_exact else 16, [47, 40, 3, 50, 35])
     B, pages = len(lengths), 1 + torch.randperm(40)
     active = torch.tensor([3, 0, 1, 6, 2], device=DEVICE)
     state = torch.zeros(8, column.FIELDS, dtype=torch.int64, device=DEVICE)
@@ -510,9 +507,8 @@ def test_thresholds_are_those_of_a_sorted_list():
     ]
     parameters = torch.ones(5, column.PARAMETERS)
     parameters[:, column.TOP_K] = torch.tensor([0.0, 2.0, 0.0, 0.0, 3.0])
-    parameters[:, column.TOP_P] = torch.tensor(
-        [1.0, 1.0, 0.6, 1.0, 0.8]
-    )  # the last: 0.8 of what top-3 leaves
+    # The last: 0.8 of what top-3 leaves
+    parameters[:, column.TOP_P] = torch.tensor([1.0, 1.0, 0.6, 1.0, 0.8])
     parameters[:, column.MIN_P] = torch.tensor([0.0, 0.0, 0.0, 0.25, 0.0])
     expected = [0.05, 0.2, 0.2, 0.5 * 0.25, 0.2]
     close(filter_thresholds(logits, parameters), torch.tensor([math.log(p) for p in expected]))
@@ -696,9 +692,8 @@ def test_adamw(dtype, has_weight):
     close(master, exact, 1e-5)
     close(weight, rounded, 1e-2)
     for one, two in zip(moments, others, strict=True):
-        close(
-            one, two, 1e-5 if dtype == torch.float32 else 2**-7
-        )  # neighbours in bfloat16, by draws of its own
+        # Neighbours in bfloat16, by draws of its own
+        close(one, two, 1e-5 if dtype == torch.float32 else 2**-7)
         assert abs(float((one - two).mean())) < 1e-3
 
 

@@ -160,15 +160,10 @@ def test_sequences_of_one_token_have_no_targets_and_no_gradient(dtype):
 
 
 def test_split_by_tokens_fills_micro_batches_up_to_the_budget():
-    assert split_by_tokens([5, 3, 9, 3], 8) == [
-        [2],
-        [0],
-        [1, 3],
-    ]  # 9 > 8 stands alone; three either way, so even ones
-    assert split_by_tokens([6, 5, 3, 2, 4], 10) == [
-        [0, 4],
-        [1, 2, 3],
-    ]  # 6 + 4 and 5 + 3 + 2: nothing is left over
+    # 9 > 8 stands alone; three either way, so even ones
+    assert split_by_tokens([5, 3, 9, 3], 8) == [[2], [0], [1, 3]]
+    # 6 + 4 and 5 + 3 + 2: nothing is left over
+    assert split_by_tokens([6, 5, 3, 2, 4], 10) == [[0, 4], [1, 2, 3]]
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 2000, 3000).tolist()
     groups = split_by_tokens(lengths, 4096)
@@ -181,10 +176,8 @@ def test_split_by_prompt_counts_a_shared_prompt_once_and_keeps_groups_together()
     a, b = (1, 2, 3), (4,)
     assert split_by_prompt([a, b, a, a], [5, 4, 5, 5], 9) == [[0, 2, 3], [1]]  # 5 + 2 + 2, then 4
     assert split_by_prompt([a, a], [5, 5], 6) == [[0], [1]]
-    assert split_by_prompt([a] * 6, [10] * 6, 31) == [
-        [0, 1, 2],
-        [3, 4, 5],
-    ]  # 24 each, not 31 and 17
+    # 24 each, not 31 and 17
+    assert split_by_prompt([a] * 6, [10] * 6, 31) == [[0, 1, 2], [3, 4, 5]]
 
 
 @pytest.mark.parametrize(
@@ -301,9 +294,8 @@ def test_optimizer_equals_torch_adamw(max_norm):
 
 
 def test_muon_equals_torchs_on_every_part_of_a_fused_weight(monkeypatch):
-    monkeypatch.setattr(
-        torch.Tensor, "bfloat16", torch.Tensor.float
-    )  # torch's rounds there; on a CPU ours does not
+    # Torch's rounds there; on a CPU ours does not
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     model = small_model()
     spec = model.spec
     parts = {
@@ -381,9 +373,8 @@ def test_a_moment_in_bfloat16_follows_small_changes_on_average():
         for step in range(1, 201):
             own.step([torch.zeros(4000)], Change(1.0, 0.0, (0.9, 0.999), step))
         found.append(second)
-    assert float(second.float().mean()) == pytest.approx(
-        0.999**200, rel=0.01
-    )  # to the nearest it would stay at 1
+    # To the nearest it would stay at 1
+    assert float(second.float().mean()) == pytest.approx(0.999**200, rel=0.01)
     assert torch.equal(*found)
 
 

@@ -87,9 +87,8 @@ def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypa
     async def slow(scope, receive, send):
         await receive()
         await asyncio.sleep(0.1)
-        with pytest.raises(
-            TimeoutError
-        ):  # of this test: listening for the end of the connection goes on
+        # Of this test: listening for the end of the connection goes on
+        with pytest.raises(TimeoutError):
             await asyncio.wait_for(receive(), 0.1)
         await send({"type": "http.response.start", "status": 204, "headers": []})
 

@@ -274,9 +274,8 @@ def documented(tmp_path, monkeypatch):
 def test_the_documented_loss_is_the_same_by_chunks_of_the_head(documented, monkeypatch):
     gradients = []
     drifted = samples()
-    for (
-        sample
-    ) in drifted:  # the last of each sequence moved far, which its other tokens alone do not say
+    # The last of each sequence moved far, which its other tokens alone do not say
+    for sample in drifted:
         sample.logprobs[-1] -= 0.5
     for rows in (1000, 3):
         monkeypatch.setattr("hone.kernels.head.WHOLE_BYTES", 0)

@@ -129,9 +129,8 @@ def test_arrow_columns_add_nothing_to_a_conversation(save, tmp_path):  # noqa: F
 
     directory = save(TOOLS)
     theirs, ours = AutoTokenizer.from_pretrained(directory), Tokenizer(directory)
-    every = {
-        "function": {"name": "add", "arguments": dict.fromkeys("abcdef", "x")}
-    }  # an Arrow column's order of keys
+    # An Arrow column's order of keys
+    every = {"function": {"name": "add", "arguments": dict.fromkeys("abcdef", "x")}}
     first = [
         {"role": "user", "content": "x"},
         {"role": "assistant", "content": "", "tool_calls": [every]},

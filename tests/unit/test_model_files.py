@@ -280,9 +280,8 @@ def test_leftovers_of_earlier_saves_are_never_read(tmp_path, caplog):
         elif kind == "single":
             if rng.random() < 0.5:
                 shard(stale, 3 if len(stale) > 2 else 2, directory)
-                for file in directory.glob(
-                    "model-*"
-                ):  # transformers removes shards and leaves their index
+                # Transformers removes shards and leaves their index
+                for file in directory.glob("model-*"):
                     file.unlink()
             save_file(fresh, directory / "model.safetensors")
         elif kind == "shards alone":

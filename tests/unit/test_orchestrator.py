@@ -279,9 +279,8 @@ def test_groups_without_signal_are_replaced_up_to_a_limit():
     )
     assert progress["next"] == len(collected.groups) and progress["untrained"] == []
     solved, _ = run(program(Digits(reward=lambda digit: 1.0)))
-    assert (
-        len(solved.groups) == 20 and not solved.batch.samples
-    )  # four batches replaced, then without
+    # Four batches replaced, then without
+    assert len(solved.groups) == 20 and not solved.batch.samples
 
 
 def test_failures_of_ten_thousand_rollouts_are_counted_by_cause():
@@ -492,10 +491,8 @@ def test_each_environment_has_its_share_its_group_size_and_its_sampling():
         }
         few = next(g for g in collected.groups if g.task.env == "few")
         (one, two), rewards = few.advantages, few.reward_list
-        assert (one, two) == (
-            rewards[0] - rewards[1],
-            rewards[1] - rewards[0],
-        )  # rloo: less the mean of the others
+        # Rloo: less the mean of the others
+        assert (one, two) == (rewards[0] - rewards[1], rewards[1] - rewards[0])
     assert drawn[1.0, 128] == 4 * 24 and drawn[0.5, 7] == 4 * 4
 
 
@@ -524,12 +521,10 @@ def test_useful_groups_of_earlier_steps_stand_in_also_in_a_run_that_goes_on(tmp_
     counts = [c.measure()["batch/groups_replayed"] for c in found]
     fresh = [sum(not g.unused for g in c.groups) for c in found]
     assert fresh == [4, 4, 0, 0, 0, 0, 0] and counts == [0, 0, 4, 4, 4, 0, 0]
-    assert (
-        found[2].batch.samples == found[3].batch.samples == found[1].batch.samples
-    )  # twice those of step 2,
-    assert (
-        found[4].batch.samples == found[0].batch.samples
-    )  # then of step 1, which are too old after that
+    # Twice those of step 2,
+    assert found[2].batch.samples == found[3].batch.samples == found[1].batch.samples
+    # Then of step 1, which are too old after that
+    assert found[4].batch.samples == found[0].batch.samples
     assert [c.measure()["batch/off_policy_level/max"] for c in found] == [0, 0, 1, 2, 4, 0, 0]
     again = run(steps(4, 4, json.loads(json.dumps(found[2].progress))))
     for one, two in zip(found[3:], again, strict=True):

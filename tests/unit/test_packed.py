@@ -11,9 +11,8 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
-QWEN3 = ModelSpec(
-    70, 40, 72, 2, 4, 2, 16, 1e-6, 1000.0, True, 512, 0.3, False
-)  # sizes that leave edges everywhere
+# Sizes that leave edges everywhere
+QWEN3 = ModelSpec(70, 40, 72, 2, 4, 2, 16, 1e-6, 1000.0, True, 512, 0.3, False)
 SPECS = {
     "qwen3": QWEN3,
     "qwen2": replace(QWEN3, qkv_bias=True, qk_norm=False),

@@ -39,9 +39,8 @@ def test_the_two_sides_of_a_cpu_agree_closely(has_adapter):
 @pytest.mark.parametrize("adds", [False, True])
 def test_a_changed_block_is_named(adds, monkeypatch):
     """`adds`: the sampler's blocks have added to the stream what they give, as kernels for few rows do."""
-    trained = (
-        model().double()
-    )  # so exact that both sides agree to the last bits of what is compared
+    # So exact that both sides agree to the last bits of what is compared
+    trained = model().double()
     monkeypatch.setattr(probing, "_on_host", lambda x: x.detach().float().round(decimals=4))
     sampled, outputs_of = copy.deepcopy(trained), probing.outputs_of
 

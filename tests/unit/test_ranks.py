@@ -25,12 +25,8 @@ def test_groups_stay_together_where_ranks_have_as_much_to_do_so():
         return [share_by_prompt(Ranks(rank, count), prompts, lengths) for rank in range(count)]
 
     assert shares([a, b] * 4, [10] * 8, 2) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    assert sorted(map(len, shares([a] * 16, [10] * 16, 4))) == [
-        4,
-        4,
-        4,
-        4,
-    ]  # a rank without would wait for the others
+    # A rank without would wait for the others
+    assert sorted(map(len, shares([a] * 16, [10] * 16, 4))) == [4, 4, 4, 4]
     assert shares([a, a, b], [3, 4, 5], 1) == [[0, 1, 2]]
     assert shares([], [], 3) == [[], [], []]
 

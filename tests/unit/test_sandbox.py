@@ -130,9 +130,8 @@ def test_a_background_thread_computes_only_during_calls():
         return answers
 
     began, did_run, before, after = asyncio.run(call_with_pauses())
-    assert (
-        began == "" and did_run == "True" and int(after) - int(before) < 200
-    )  # 500 in half a second
+    # 500 in half a second
+    assert began == "" and did_run == "True" and int(after) - int(before) < 200
 
 
 @contained
@@ -141,9 +140,8 @@ def test_a_forged_end_of_a_call_gains_nothing():
     start = time.monotonic()
     said = run("y = 1", forge, "y", "6 * 7")
     assert time.monotonic() - start < 4 * LIMITS.seconds + 5
-    assert (
-        "did not end within 1 s" in said[2] and said[3] == "42"
-    )  # the call after the forged one pays
+    # The call after the forged one pays
+    assert "did not end within 1 s" in said[2] and said[3] == "42"
 
 
 @contained

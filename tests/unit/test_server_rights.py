@@ -64,9 +64,8 @@ def test_a_name_that_was_led_here_is_refused(host, path):
     for method in ("GET", "POST", "OPTIONS"):
         assert ask(PageGuard, path, method, JSON | {"host": host}) == 403
     assert ask(PageGuard, "/health", "GET", {"host": host}) == 200
-    assert (
-        ask(PageGuard, "/version", "GET", {"host": host}, server="10.0.0.7") == 200
-    )  # a service's name in a cluster
+    # A service's name in a cluster
+    assert ask(PageGuard, "/version", "GET", {"host": host}, server="10.0.0.7") == 200
 
 
 @pytest.mark.parametrize(

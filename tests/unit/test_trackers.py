@@ -60,12 +60,8 @@ def test_tensorboard_reads_numbers_histograms_and_texts(tmp_path):
         1.2,
     )
     histograms = found.Histograms("distribution/reward")
-    assert [event.step for event in histograms] == [
-        1,
-        5,
-        10,
-        12,
-    ]  # every fifth, the first and the last
+    # Every fifth, the first and the last
+    assert [event.step for event in histograms] == [1, 5, 10, 12]
     assert histograms[0].histogram_value.num == 20
     texts = found.Tensors("samples")
     said = texts[0].tensor_proto.string_val[0].decode()
@@ -95,9 +91,8 @@ def test_wandb_has_rows_tables_and_histograms_and_a_resumed_run_is_the_same(tmp_
     run(tmp_path / "metrics.jsonl", asked, range(1, 7))
     run(tmp_path / "metrics.jsonl", asked, range(7, 13))
     deadline = time.monotonic() + HANG_SECONDS
-    while (
-        True
-    ):  # W&B's service is a process of its own, which may write when the run has ended here
+    # W&B's service is a process of its own, which may write when the run has ended here
+    while True:
         files = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
         records = [record for file in files for record in records_of(file)]
         if sum(record.HasField("exit") for record in records) == 2 or time.monotonic() > deadline:

@@ -70,24 +70,15 @@ def reference_model(shape, seed=0, family="qwen3"):
         "rope_theta": 5000.0,
     } | particular
     model = getattr(transformers, model_class)(getattr(transformers, config_class)(**keys))
-    for (
-        parameter
-    ) in model.parameters():  # norms away from 1 and biases from 0, so that a forgotten one shows
+    # Norms away from 1 and biases from 0, so that a forgotten one shows
+    for parameter in model.parameters():
         if parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model
 
 
-FULL_HEADS = (
-    64,
-    2,
-    4,
-    2,
-    16,
-    96,
-    61,
-    True,
-)  # hidden = heads x head size, which is all that Qwen2 knows
+# Hidden = heads x head size, which is all that Qwen2 knows
+FULL_HEADS = (64, 2, 4, 2, 16, 96, 61, True)
 
 
 @pytest.mark.parametrize(
@@ -112,9 +103,8 @@ def test_logits_and_gradients_equal_transformers(tmp_path, family, shape):
     (logits * direction).sum().backward()
     (expected * direction).sum().backward()
     gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    for name in [
-        name for name in gradients if "experts." in name
-    ]:  # theirs lie together too, and have names of files
+    # Theirs lie together too, and have names of files
+    for name in [name for name in gradients if "experts." in name]:
         layer, kind = name.split("experts.")
         for e, grad in enumerate(gradients.pop(name)):
             parts = (

@@ -279,12 +279,10 @@ def test_a_server_without_a_checksum_proves_that_its_weights_moved(tmp_path):
             )
             return (await weights._update_server(client, delivery)).difference
 
-        assert await take(1, -1.1, -2.3) == pytest.approx(
-            0.3
-        )  # more than Hone's own engine may differ
-        assert await take(2, -1.1, -2.31) == pytest.approx(
-            0.31
-        )  # a small step may leave rounded logits as they were
+        # More than Hone's own engine may differ
+        assert await take(1, -1.1, -2.3) == pytest.approx(0.3)
+        # A small step may leave rounded logits as they were
+        assert await take(2, -1.1, -2.31) == pytest.approx(0.31)
         with pytest.raises(ConnectionError, match="keeps the old weights"):
             await take(3, -1.1, -2.4)
         client.answer = [-1.0, -2.5]

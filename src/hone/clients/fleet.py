@@ -47,13 +47,11 @@ class _Run:
     sampling: Sampling = field(compare=False)  # of the first
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
     name: str = field(compare=False, default="")  # of the request that is under way
-    version: int = field(
-        compare=False, default=-1
-    )  # weights version of the server when the request was sent
+    # Weights version of the server when the request was sent
+    version: int = field(compare=False, default=-1)
     so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
-    begun: list[int] = field(
-        compare=False, default_factory=list
-    )  # how many tokens of each were sent with the request
+    # How many tokens of each were sent with the request
+    begun: list[int] = field(compare=False, default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -139,9 +137,8 @@ class Fleet:
         self._queue: list[_Run] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.ended: asyncio.Future[None] = (
-            asyncio.get_running_loop().create_future()
-        )  # raises when no server is left
+        # Raises when no server is left
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def live_servers(self) -> list[Server]:

@@ -22,10 +22,8 @@ NO_SIGN_SECONDS = (
     60.0  # a server on this machine that neither listens nor starts for this long is not there
 )
 ANSWER_SECONDS = 10.0  # a server that listens is given this long to answer one look
-NOTICE_SECONDS, RETRY_SECONDS = (
-    3.0,
-    0.2,
-)  # a wait is announced after the first; pause between two looks
+# A wait is announced after the first; pause between two looks
+NOTICE_SECONDS, RETRY_SECONDS = (3.0, 0.2)
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
 FULL_IN_WORDS = (
     "maximum context length"  # what servers say that give no such code, vLLM's among them
@@ -246,9 +244,8 @@ class HttpClient:
 def _json_of(answer: httpx.Response) -> dict[str, Any]:
     result: dict[str, Any]
     try:
-        result = from_json(
-            answer.content
-        )  # in a fifth of the time of Python's own, which reads more
+        # In a fifth of the time of Python's own, which reads more
+        result = from_json(answer.content)
     except ValueError:
         result = answer.json()
     return result

@@ -93,9 +93,8 @@ class Wire(httpx.AsyncBaseTransport):
     async def _open_connection(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
         loop, options = asyncio.get_running_loop(), dict[str, Any]()
-        if isinstance(
-            loop, asyncio.BaseEventLoop
-        ):  # uvloop's is none, and tries one address after the other
+        # Uvloop's is none, and tries one address after the other
+        if isinstance(loop, asyncio.BaseEventLoop):
             options["happy_eyeballs_delay"] = NEXT_ADDRESS
         if scheme == "https":
             options["ssl"] = self._ssl_context
@@ -203,9 +202,8 @@ class _Connection(asyncio.Protocol):
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        self._has_head = (
-            self._parser.get_status_code() >= 200
-        )  # else the answer comes after this one
+        # Else the answer comes after this one
+        self._has_head = self._parser.get_status_code() >= 200
 
     def on_body(self, body: bytes) -> None:
         self._body.append(body)

@@ -57,10 +57,11 @@ class Config(BaseModel):
     documents it.
     """
 
+    # That help where memory is short
     MEMORY_KEYS: ClassVar[str] = (
         "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, optim.state_dtype, "
         "optim.offload, lora.rank, seq_len, max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
-    )  # that help where memory is short
+    )
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -224,9 +225,8 @@ def _merge_file(
     free: dict[str, bool],
 ) -> None:
     try:
-        content = tomllib.loads(
-            Path(name).read_text(encoding="utf-8-sig")
-        )  # editors on Windows begin with a mark
+        # Editors on Windows begin with a mark
+        content = tomllib.loads(Path(name).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []

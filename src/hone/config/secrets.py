@@ -17,9 +17,8 @@ SECRET_KEY = re.compile(
     r"($|[_.-])|^token$|[_-](auth|access|hf|github|wandb|bot|refresh)[_-]?token$|^(auth|access|hf|github|wandb)[_-]?token$",
     re.IGNORECASE,
 )
-NAMES_A_SECRET = re.compile(
-    r"(var|variable|file|path|env|name)$", re.IGNORECASE
-)  # `api_key_var` names a variable
+# `api_key_var` names a variable
+NAMES_A_SECRET = re.compile(r"(var|variable|file|path|env|name)$", re.IGNORECASE)
 SECRET_VALUE = re.compile(
     r"(^|[^A-Za-z0-9])(sk-[A-Za-z0-9_-]{16,}|hf_[A-Za-z0-9]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|xox[abprs]-[A-Za-z0-9-]{10,}"
     r"|AKIA[0-9A-Z]{16}|AIza[A-Za-z0-9_-]{30,}|Bearer [A-Za-z0-9._~+/-]{12,})"

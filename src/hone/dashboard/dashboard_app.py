@@ -67,9 +67,8 @@ def build_app(
         return found if isinstance(found, Response) else JSONResponse(found)
 
     def run_detail(name: str) -> dict[str, Any]:
-        typed = {
-            "typed": os.path.relpath(runs.get_run(name)[0].path, jobs.home)
-        }  # its directory, for commands
+        # Its directory, for commands
+        typed = {"typed": os.path.relpath(runs.get_run(name)[0].path, jobs.home)}
         return (
             runs.run_detail(name)
             | typed

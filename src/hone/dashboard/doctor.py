@@ -20,10 +20,8 @@ OLD = 4.0  # steps that trained tokens are behind
 APART = 0.05  # mismatch KL, nats a token
 DROPPED = 0.3  # share of tokens that the loss leaves out
 LOST = 0.5  # share of the reward gained or had that is lost again
-LONGER, ALIKE = (
-    1.4,
-    0.5,
-)  # growth of completions, and how reward goes with length, that are told as paid for
+# Growth of completions, and how reward goes with length, that are told as paid for
+LONGER, ALIKE = (1.4, 0.5)
 IDLE = 0.8  # share of steps without anything to learn from
 FEW = 5  # steps that a judgement needs
 

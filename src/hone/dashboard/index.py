@@ -390,9 +390,8 @@ def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
     if wanted.get("truncated"):
         parts.append("truncated = 1")
     if text := wanted.get("text"):
-        where = (
-            "said" if len(text) < 3 else "text"
-        )  # three letters are indexed; fewer are looked for in what is listed
+        # Three letters are indexed; fewer are looked for in what is listed
+        where = "said" if len(text) < 3 else "text"
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         plain = f"{where} LIKE ?" + ("" if escaped == text else " ESCAPE '\\'")
         parts.append(plain if where == "said" else f"id IN (SELECT rowid FROM texts WHERE {plain})")

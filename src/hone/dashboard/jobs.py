@@ -346,9 +346,8 @@ class Jobs:
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
             return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
         words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
-        if (
-            job.command == "vf-rl"
-        ):  # it keeps what it resumes from, and its directory is a key of its file
+        # It keeps what it resumes from, and its directory is a key of its file
+        if job.command == "vf-rl":
             output = ["--trainer.args.output-dir", self._typed_directory(job)]
         else:
             output = ["--output-dir", self._typed_directory(job)]
@@ -441,9 +440,8 @@ def signing_key() -> bytes:
             return key
     except OSError:
         pass
-    return secrets.token_bytes(
-        32
-    )  # of this dashboard alone: what it has queued does not outlive it
+    # Of this dashboard alone: what it has queued does not outlive it
+    return secrets.token_bytes(32)
 
 
 def kind_of(command: str) -> str:

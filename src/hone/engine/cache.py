@@ -78,9 +78,8 @@ class KVCache:
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
         """Copy the first `tokens` tokens of each page, or whole pages."""
         here, there = (to_device(pages, self.store.device) for pages in (source, target))
-        wide = self.store.flatten(4).view(
-            torch.int64
-        )  # the wider an element, the fewer there are to be looked up
+        # The wider an element, the fewer there are to be looked up
+        wide = self.store.flatten(4).view(torch.int64)
         copied = [(wide[:, :, :, :tokens], 2)]
         if self.routing is not None:
             copied.append(

@@ -9,14 +9,10 @@ from hone import machine
 from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
-CPU_GIB, CPU_SHARE = (
-    8.0,
-    4,
-)  # on a CPU: at most so many, and at most one part in so many of the machine's memory
-FEW, MANY = (
-    256,
-    1024,
-)  # sequences that decode at once by default: FEW on any device, up to MANY if memory allows
+# On a CPU: at most so many, and at most one part in so many of the machine's memory
+CPU_GIB, CPU_SHARE = (8.0, 4)
+# Sequences that decode at once by default: FEW on any device, up to MANY if memory allows
+FEW, MANY = (256, 1024)
 log = logging.getLogger("hone")
 
 

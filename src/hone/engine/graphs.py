@@ -141,9 +141,8 @@ class DecodeGraphs:
         """
         from hone.kernels.gpu.decode import MEMBERS
 
-        if numerics.keeps_order(
-            "attention"
-        ):  # each sequence by itself, from its first token to its last
+        # Each sequence by itself, from its first token to its last
+        if numerics.keeps_order("attention"):
             return []
         size, heads = self.decoder.cache.pool.size, self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)

@@ -157,9 +157,8 @@ class PackedModel:
             np.arange(len(stretches)) * table.shape[1], lengths
         )
         tokens[kept, load_layer_kernels().RESULT] = np.arange(len(kept))
-        task = np.maximum.accumulate(
-            (ends - lengths) // load_layer_kernels().BLOCK
-        )  # those that start in the same block
+        # Those that start in the same block
+        task = np.maximum.accumulate((ends - lengths) // load_layer_kernels().BLOCK)
         firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
         return self._run_kernel(tokens, firsts, torch.from_numpy(table), len(kept))
 

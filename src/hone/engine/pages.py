@@ -12,9 +12,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
-Key = tuple[
-    int, tuple[int, ...]
-]  # the chain so far, by its number, and the tokens of the next page
+# The chain so far, by its number, and the tokens of the next page
+Key = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
@@ -29,13 +28,11 @@ class PagePool:
         """Free all pages and forget all prefixes."""
         self.free = list(range(self.pages - 1, 0, -1))
         self.users = [0] * self.pages
-        self._known: dict[
-            Key, tuple[int, int]
-        ] = {}  # its page, and the number of the chain that ends in it
+        # Its page, and the number of the chain that ends in it
+        self._known: dict[Key, tuple[int, int]] = {}
         self._key_of: dict[int, Key] = {}
-        self._idle: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # remembered pages without users, longest unused first
+        # Remembered pages without users, longest unused first
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
     def available_count(self) -> int:
@@ -96,9 +93,8 @@ class PagePool:
         for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
             key = (chain, tuple(ids[start : start + self.size]))
             if key not in self._known:
-                if (
-                    page in self._key_of
-                ):  # it stands for other tokens already: a chain that was forgotten in between
+                # It stands for other tokens already: a chain that was forgotten in between
+                if page in self._key_of:
                     return
                 self._known[key] = (page, next(self._chains))
                 self._key_of[page] = key

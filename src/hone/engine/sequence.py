@@ -23,18 +23,16 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys are in the cache
-    siblings: list["Sequence"] = field(
-        default_factory=list
-    )  # the same prompt, computed with this one
+    # The same prompt, computed with this one
+    siblings: list["Sequence"] = field(default_factory=list)
     is_of_one_policy: bool = (
         True  # all of its keys are the present weights', so others may use them again
     )
     first_step: int = 0  # decode steps of the engine before its first
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    ids: list[int] = field(
-        default_factory=list
-    )  # tokens of its completion, as far as the host has read them
+    # Tokens of its completion, as far as the host has read them
+    ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # theirs
     remembered: int = 0  # so many of its first pages were given to others for use, those of the completion included
     routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended

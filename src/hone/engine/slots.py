@@ -63,9 +63,8 @@ class Slots:
     def fill_slots(self, sequences: list[Sequence]) -> None:
         """Initialize the slots of these sequences."""
         index = to_device([s.slot for s in sequences], self.device)
-        most = min(
-            max(len(s.pages) for s in sequences) + 1, self.table.shape[1]
-        )  # 0 behind the last: the spare page
+        # 0 behind the last: the spare page
+        most = min(max(len(s.pages) for s in sequences) + 1, self.table.shape[1])
         samplings = [s.request.sampling for s in sequences]
         state = np.zeros((len(sequences), column.FIELDS), dtype=np.int64)
         state[:, column.LENGTH] = [len(s.prompt_ids) for s in sequences]

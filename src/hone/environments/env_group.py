@@ -26,9 +26,8 @@ class EnvGroup(Environment):
         super().__init__(dataset=[])
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
-        self._owned: list[
-            tuple[list[Example], list[Example]]
-        ] = []  # ours and theirs: to train on, to evaluate on
+        # Ours and theirs: to train on, to evaluate on
+        self._owned: list[tuple[list[Example], list[Example]]] = []
         self._train = self._number_examples([env.get_dataset() for env in envs])
         self._eval = self._number_examples([env.get_eval_dataset() for env in envs])
 

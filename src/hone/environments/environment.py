@@ -19,9 +19,8 @@ from hone.records import Example, Message, Rollout, Sampling, Tool, Turn
 from hone.text.messages import drop_nulls, to_plain
 
 Rows = Iterable[dict[str, Any]]
-State = dict[
-    str, Any
-]  # what is known of a rollout under way, for its environment and its reward functions
+# What is known of a rollout under way, for its environment and its reward functions
+State = dict[str, Any]
 HARMLESS = {  # keys of v0 that say how it runs things, which Hone settles elsewhere
     "env_args",
     "env_id",
@@ -62,9 +61,8 @@ class Environment(ABC):
     """
 
     name = ""  # the id that it was loaded by
-    template_arguments: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # of the chat template, for its prompts
+    # Of the chat template, for its prompts
+    template_arguments: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,

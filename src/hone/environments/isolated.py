@@ -183,9 +183,8 @@ class WorkerProcess:
 
     def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:
         self.name, self.words = name, words
-        self.environment = os.environ | {
-            ARGUMENTS_VARIABLE: arguments
-        }  # other users can read a command line
+        # Other users can read a command line
+        self.environment = os.environ | {ARGUMENTS_VARIABLE: arguments}
         self.process: asyncio.subprocess.Process | None = None
         self.waiting: dict[int, _Waiting] = {}
         self.numbers = itertools.count()
@@ -251,10 +250,8 @@ class WorkerProcess:
             await process.wait()
         for task in [*self._tasks, *([self._reader] if self._reader else [])]:
             task.cancel()
-        self._starting, self._heard = (
-            asyncio.Lock(),
-            asyncio.Event(),
-        )  # the next loop may be another
+        # The next loop may be another
+        self._starting, self._heard = (asyncio.Lock(), asyncio.Event())
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -275,9 +272,8 @@ class WorkerProcess:
 
     def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
-            with contextlib.suppress(
-                ConnectionError, RuntimeError
-            ):  # it has died: `_read_messages` says so
+            # It has died: `_read_messages` says so
+            with contextlib.suppress(ConnectionError, RuntimeError):
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
@@ -304,9 +300,8 @@ class WorkerProcess:
             else f"ended with exit code {code}"
         )
         for one in self.waiting.values():
-            if (
-                one.process is process and not one.future.done()
-            ):  # others are at the worker after it
+            # Others are at the worker after it
+            if one.process is process and not one.future.done():
                 one.future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
 
     async def _answer_chat(self, number: int, client: ModelClient, message: dict[str, Any]) -> None:

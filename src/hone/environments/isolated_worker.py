@@ -98,9 +98,8 @@ class EnvironmentWorker:
 def main() -> None:
     name, on_reward_error = sys.argv[1:3]
     arguments = json.loads(os.environ.pop(ARGUMENTS_VARIABLE, "{}"))
-    out = os.fdopen(
-        os.dup(1), "w"
-    )  # what the environment prints goes to stderr, not between the messages
+    # What the environment prints goes to stderr, not between the messages
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
     sending = threading.Lock()

@@ -57,9 +57,8 @@ def add_folder(place: str, env_id: str) -> None:
     if folder.is_dir():
         sys.path.insert(0, str(folder))
         paths = os.environ.get("PYTHONPATH", "")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(folder.resolve()), paths])
-        )  # of its workers
+        # Of its workers
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.resolve()), paths]))
 
 
 def described_environments() -> list[tuple[str, str, str, str]]:

@@ -81,10 +81,8 @@ class Sandbox:
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
         words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
-        pipe, plain = (
-            asyncio.subprocess.PIPE,
-            {"PATH": "/usr/bin:/bin"},
-        )  # nothing of ours: keys may be there
+        # Nothing of ours: keys may be there
+        pipe, plain = (asyncio.subprocess.PIPE, {"PATH": "/usr/bin:/bin"})
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24, env=plain
         )
@@ -152,9 +150,8 @@ class Sandboxes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def take(self) -> Sandbox:
-        if (
-            self._loop is not asyncio.get_running_loop()
-        ):  # those of an earlier `asyncio.run` have ended with it
+        # Those of an earlier `asyncio.run` have ended with it
+        if self._loop is not asyncio.get_running_loop():
             self._loop, self._free, self._room = (
                 asyncio.get_running_loop(),
                 [],

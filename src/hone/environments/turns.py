@@ -95,10 +95,8 @@ class MultiTurnEnv(Environment):
     # ------------------------------------------------------------------------------------------ the loop
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        start, own = (
-            time.perf_counter(),
-            example.copy(),
-        )  # the rollouts of a group share the example
+        # The rollouts of a group share the example
+        start, own = (time.perf_counter(), example.copy())
         state: State = {
             "prompt": own.prompt,
             "completion": [],

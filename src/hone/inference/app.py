@@ -35,10 +35,8 @@ from hone.inference.prometheus import format_metrics
 from hone.inference.served_model import Served
 
 BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
-STILL, OPEN = (
-    60.0,
-    8192,
-)  # seconds that a client may send or read nothing; requests that may be open together
+# Seconds that a client may send or read nothing; requests that may be open together
+STILL, OPEN = (60.0, 8192)
 
 
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:

@@ -120,9 +120,8 @@ class Vllm:
         )
 
     def __enter__(self) -> "Vllm":
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # while vLLM starts
+        # While vLLM starts
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.process.__enter__()
         return self
 
@@ -144,9 +143,8 @@ class Vllm:
                         "vLLM has ended (%s): so does this server", self.process.describe_failure()
                     )
                     self.process.__exit__()
-                    os._exit(
-                        BACKEND_LOST
-                    )  # at once: who waits for an answer learns of it and asks elsewhere
+                    # At once: who waits for an answer learns of it and asks elsewhere
+                    os._exit(BACKEND_LOST)
                 await asyncio.wait([serving], timeout=LOOK)
             await self.sampler.close()
             await serving

@@ -83,9 +83,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     sampler = served.sampler
 
     async def from_here(request: Request) -> None:  # no thread is asked for it
-        is_relayed = bool(
-            {"origin", "forwarded", "x-forwarded-for"} & set(request.headers)
-        )  # a browser, a proxy
+        # A browser, a proxy
+        is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))
         if not is_guarded and (
             request.client is None
             or request.client.host.removeprefix("::ffff:") not in LOOPBACK

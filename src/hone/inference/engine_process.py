@@ -131,9 +131,8 @@ def receive_value(sock: socket.socket) -> Any:
 # ---------------------------------------------------------------------------------------------- requests as bytes
 # What a request asks of its tokens (stop strings, a form) has a tokenizer, which travels once.
 
-_known: dict[
-    int, Tokenizer
-] = {}  # by the number that the server gave them; in the engine's process
+# By the number that the server gave them; in the engine's process
+_known: dict[int, Tokenizer] = {}
 
 
 class _Pickler(pickle.Pickler):
@@ -295,9 +294,8 @@ class Apart:
         self.config = config
 
     def __enter__(self) -> "Apart":
-        signal.signal(
-            signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-        )  # while the model is loaded
+        # While the model is loaded
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.sock, theirs = socket.socketpair()
         program = f"from hone.inference.engine_process import main; main({theirs.fileno()})"
         words = [sys.executable, "-c", program]
@@ -346,9 +344,8 @@ class Apart:
             log.error(
                 "the engine's process has ended (%s): so does this server", self._describe_failure()
             )
-            os._exit(
-                BACKEND_LOST
-            )  # at once: who waits for an answer learns of it and asks elsewhere
+            # At once: who waits for an answer learns of it and asks elsewhere
+            os._exit(BACKEND_LOST)
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
         """Run the program. Raises SystemExit with BACKEND_LOST if the engine process ends first."""
@@ -430,10 +427,8 @@ def make_portable(error: Exception) -> Exception:
 
 
 def main(number: int) -> None:
-    for ending in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # the server is told, ends what is open, and then this process
+    # The server is told, ends what is open, and then this process
+    for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     from hone import machine
     from hone.inference.backends import Embedded

@@ -133,9 +133,8 @@ class EngineService:
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         """Schedule a call on the event loop's thread; for the compute thread."""
-        with contextlib.suppress(
-            RuntimeError
-        ):  # the program has ended and its loop is closed: nobody waits for it
+        # The program has ended and its loop is closed: nobody waits for it
+        with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
 
     async def pause(self, mode: str) -> None:

@@ -9,9 +9,8 @@ from typing import Any
 def run_event_loop(program: Coroutine[Any, Any, None]) -> None:
     """Run a program as `asyncio.run` does."""
     make = asyncio.new_event_loop
-    if importlib.util.find_spec(
-        "uvloop"
-    ):  # not where only the few packages are that are needed (docs/gpu.md)
+    # Not where only the few packages are that are needed (docs/gpu.md)
+    if importlib.util.find_spec("uvloop"):
         import uvloop
 
         make = uvloop.new_event_loop

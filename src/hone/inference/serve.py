@@ -69,8 +69,7 @@ def serve_model(config: InferenceConfig) -> None:
             server.force_exit = server.should_exit  # the second time at once
             server.should_exit = True
 
-        signal.signal(
-            signal.SIGTERM, request_stop
-        )  # uvicorn sets its handlers on the main thread only, and that may compute
+        # Uvicorn sets its handlers on the main thread only, and that may compute
+        signal.signal(signal.SIGTERM, request_stop)
         signal.signal(signal.SIGINT, request_stop)
         opened.run(server.serve(sockets=[sock]))

@@ -19,9 +19,8 @@ class Captured:
     def __init__(self, stand_in: bool = False) -> None:
         self.stand_in = stand_in
         self.graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, Any, Callable[[], Any]]] = {}
-        self._spare: dict[Hashable, float] = defaultdict(
-            float
-        )  # that was done for nothing, instead of these
+        # That was done for nothing, instead of these
+        self._spare: dict[Hashable, float] = defaultdict(float)
         self._pool: Any = None
 
     def __contains__(self, key: Hashable) -> bool:

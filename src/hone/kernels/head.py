@@ -44,9 +44,8 @@ def head_logprobs(
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
 
 
-Loss = Callable[
-    [slice, Tensor, Tensor], Tensor
-]  # of the targets in a slice, by their logprobs and entropies
+# Of the targets in a slice, by their logprobs and entropies
+Loss = Callable[[slice, Tensor, Tensor], Tensor]
 
 
 def head_loss(

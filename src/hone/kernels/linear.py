@@ -13,9 +13,9 @@ from hone.kernels import cpu, gpu, numerics
 # Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
 # row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
 FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
-WAVE = (
-    128 * 128
-)  # numbers of a tile of torch's; with as many as a GPU has multiprocessors it does not cut the inner size
+# Numbers of a tile of torch's; with as many as a GPU has multiprocessors it does not cut the inner
+# size
+WAVE = 128 * 128
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -138,9 +138,8 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
             M, N, K, a_MK.data_ptr(), a_column, b, b_row, threads, out.data_ptr()
         )
     else:
-        a_MK = (
-            a_MK if a_column == 1 else a_MK.contiguous()
-        )  # the kernel knows that step when it is compiled
+        # The kernel knows that step when it is compiled
+        a_MK = a_MK if a_column == 1 else a_MK.contiguous()
         products.multiply(
             M, N, K, a_MK.data_ptr(), a_MK.stride(0), b, b_row, b_column, out.data_ptr()
         )

@@ -5,11 +5,8 @@ from torch import Tensor
 
 from hone.kernels import cpu
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the quintic whose iteration takes singular values near 1 (Jordan 2024)
+# Of the quintic whose iteration takes singular values near 1 (Jordan 2024)
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
 AT_ONCE = 2**26  # numbers of matrices that a GPU is given together
 

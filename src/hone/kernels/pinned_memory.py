@@ -13,10 +13,8 @@ from torch import Tensor
 from hone.machine import usable_cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
-PORTION, ROOMS = (
-    2**23,
-    4,
-)  # numbers of locked memory that travel together, and how many portions are on the GPU at once
+# Numbers of locked memory that travel together, and how many portions are on the GPU at once
+PORTION, ROOMS = (2**23, 4)
 
 
 class _Pages(mmap.mmap):
@@ -45,9 +43,8 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
             pages.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(pages, dtype=torch.uint8)
     touch(whole)
-    error = int(
-        torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 1)
-    )  # for all of the process's contexts
+    # For all of the process's contexts
+    error = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), size, 1))
     if error:
         raise ValueError(
             f"CUDA could not lock {size / 2**30:.2f} GiB of the machine's memory (cudaError {error})"

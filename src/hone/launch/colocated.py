@@ -259,9 +259,8 @@ async def run_training_loop(
         )
         of_training.report_training(step, values)
         values |= await evaluate_if_due(step)
-        of_rollouts.report_step(
-            step, values
-        )  # before the checkpoint: a run that resumes from it has the row
+        # Before the checkpoint: a run that resumes from it has the row
+        of_rollouts.report_step(step, values)
         goes_on = watcher is None or watcher.on_step({"step": step, **values})
         is_last = step == config.max_steps or not goes_on
         if not goes_on:
@@ -285,9 +284,8 @@ async def run_training_loop(
                 )
             )
         if watcher is not None and (step in weight_steps or not goes_on):
-            await service.run_on_engine(
-                checkpoints.wait_until_written
-            )  # what is told to be saved can be gone on with
+            # What is told to be saved can be gone on with
+            await service.run_on_engine(checkpoints.wait_until_written)
             watcher.on_weights(run.weights_of(step))
         if not goes_on:
             break

@@ -144,9 +144,8 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
                 and not path.match("*.egg-info/*")
             ):
                 content = path.read_bytes()
-                if (
-                    path.name == "pyproject.toml"
-                ):  # in a checkout it says where its neighbour Hone is
+                # In a checkout it says where its neighbour Hone is
+                if path.name == "pyproject.toml":
                     content = re.sub(rb"\n\[tool\.uv\.sources\][^\[]*\Z", b"", content)
                 yield f"environments/{path.relative_to(sources)}", content
 

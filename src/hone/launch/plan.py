@@ -80,9 +80,8 @@ def plan_components(config: RLConfig) -> list[Component]:
     everybody.
     """
     key = config.inference and (config.inference.api_key or own_key())
-    keys = (
-        {API_KEY_VARIABLE: key} if key else {}
-    )  # in the environment: what is written down has no secrets
+    # In the environment: what is written down has no secrets
+    keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
     gpus, nodes = (
         {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)},

@@ -58,9 +58,8 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
     weight_steps = config.weights.list_steps(config.max_steps)
     run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     parts = plan_components(config)
-    if (
-        sources and step_of(sources[0]) >= config.max_steps
-    ):  # nothing to sample: the trainer writes what is not there
+    # Nothing to sample: the trainer writes what is not there
+    if sources and step_of(sources[0]) >= config.max_steps:
         parts = [part for part in parts if part.role == "trainer"]
     for part in parts:  # before seconds of starting
         if part.address and not part.node:
@@ -167,9 +166,8 @@ class Child:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.said.append(line.rstrip())
-            with contextlib.suppress(
-                OSError, ValueError
-            ):  # nobody reads (`rl | head`), a full disk: go on draining
+            # Nobody reads (`rl | head`), a full disk: go on draining
+            with contextlib.suppress(OSError, ValueError):
                 print(line, end="", flush=True, file=self.log or sys.stdout)
         self.output_ended_at = time.monotonic()
 
@@ -273,9 +271,8 @@ def end_children(children: list[Child]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    for (
-        child
-    ) in children:  # each leads a group: what an environment started of its own would outlive it
+    # Each leads a group: what an environment started of its own would outlive it
+    for child in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)
     for child in children:

@@ -29,10 +29,8 @@ from hone.run_directory import RunDirectory, UserError, checkpoints_in
 from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
-FLAT_AFTER, FLAT = (
-    20,
-    0.02,
-)  # steps after which a reward that has not risen by so much is remarked on
+# Steps after which a reward that has not risen by so much is remarked on
+FLAT_AFTER, FLAT = (20, 0.02)
 UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which on training is called unstable
 
 

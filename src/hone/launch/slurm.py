@@ -30,9 +30,8 @@ from hone.monitors.metrics_log import read_rows
 from hone.run_directory import rewrite_file
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
-PLAIN = re.compile(
-    r"[\w./:@%+=,^\[\]-]+", re.ASCII
-)  # what Slurm takes in a line of the script as it stands
+# What Slurm takes in a line of the script as it stands
+PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)
 CHECKPOINTS = (
     50  # steps between checkpoints where the configuration has none: a job has to be able to go on
 )
@@ -166,9 +165,8 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
         file = directory / "configs" / f"{args.command}.toml"
-        rewrite_file(
-            file, to_toml(config, with_secrets=True), mode=0o600
-        )  # the job has nothing else
+        # The job has nothing else
+        rewrite_file(file, to_toml(config, with_secrets=True), mode=0o600)
         options = sbatch_options(args, gpus, sum(nodes), directory)
         script = directory / f"{args.command}.sh"
         script.write_text(render_script(args, gpus, nodes, file, options))

@@ -57,9 +57,8 @@ class Rotation:
 
     def _of_tokens(self, table_PE: Tensor) -> Tensor:
         assert self.positions_T is not None
-        return table_PE.index_select(0, self.positions_T).unsqueeze(
-            1
-        )  # [positions] takes a CPU thrice as long
+        # [positions] takes a CPU thrice as long
+        return table_PE.index_select(0, self.positions_T).unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -186,9 +185,8 @@ class ContinuedAttention(FlatAttention):
         rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
         super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
         spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        self.own_T = to_device(
-            np.concatenate(spans), self.device
-        )  # where the queries stand among the keys
+        # Where the queries stand among the keys
+        self.own_T = to_device(np.concatenate(spans), self.device)
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
         """Return outputs T x (H * E), for S keys of the T queries and all tokens before them."""

@@ -26,19 +26,13 @@ from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-UNRELATED = re.compile(
-    r"adapter_|optimizer|consolidated|original|training_"
-)  # beginnings of files of other things
+# Beginnings of files of other things
+UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")
 log = logging.getLogger("hone.model")
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
-TEXT_FILES = [
-    "*.json",
-    "*.txt",
-    "*.jinja",
-    "*.model",
-    f"{TEMPLATE_FOLDER}/*.jinja",
-]  # what goes along with weights
+# What goes along with weights
+TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jinja"]
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:

@@ -55,9 +55,8 @@ class LoRA(nn.Module):
         self.A = nn.Parameter(weight.new_empty(r * n, weight.shape[1]))
         self.B = nn.Parameter(weight.new_zeros(len(rows), r))
         self.register_buffer("rows", rows, persistent=False)  # of the weight, that have an adapter
-        self.register_buffer(
-            "diagonal", diagonal[rows.to(diagonal.device)], persistent=False
-        )  # whose it is, times scale
+        # Whose it is, times scale
+        self.register_buffer("diagonal", diagonal[rows.to(diagonal.device)], persistent=False)
         self.outputs = len(weight)
 
     def forward(self, x_TI: Tensor) -> Tensor:
@@ -160,9 +159,8 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
         theirs = [name.removesuffix(".weight") for name in table[names[0]]]
         lora = LoRA(linear, theirs, heights, config)
         if lora.targets:
-            with (
-                torch.no_grad()
-            ):  # as nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
+            # As nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
+            with torch.no_grad():
                 bound = 1 / math.sqrt(lora.A.shape[1])
                 lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
             linear.delta = lora
@@ -210,9 +208,8 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora_modules(trained)):
             return
-        self.model = Transformer(
-            trained.spec
-        )  # its own weights are never touched, so they take no memory
+        # Its own weights are never touched, so they take no memory
+        self.model = Transformer(trained.spec)
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
             weight, delta = (

@@ -146,9 +146,8 @@ class RMSNorm(nn.Module):
         """Return this norm if the next projection takes it fused with the addition
         (`project_onto`).
         """
-        is_elsewhere = hasattr(
-            self.weight, "to_local"
-        )  # ranks share it, and bring it together for its own block alone
+        # Ranks share it, and bring it together for its own block alone
+        is_elsewhere = hasattr(self.weight, "to_local")
         if not isinstance(projection, Linear) or projection.delta is not None or is_elsewhere:
             return None
         return self if gpu.is_few(x_TD, projection.weight) else None
@@ -243,9 +242,8 @@ class Experts(nn.Module):
         self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        order_M = expert_TK.flatten().argsort(
-            stable=True
-        )  # M = T x k pairs of a token and an expert, by expert
+        # M = T x k pairs of a token and an expert, by expert
+        order_M = expert_TK.flatten().argsort(stable=True)
         counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
         # Rows are taken by F.embedding: its gradient adds up in one order, that of indexing on a GPU does not.
         x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
@@ -325,9 +323,8 @@ class Block(nn.Module):
         """Return True if `forward_compiled` supports this: a dense block in training on a CPU, no
         biases.
         """
-        kept_TD = (
-            x_TD if keep_N is None else x_TD[: len(keep_N)]
-        )  # as many rows as go through the other linears
+        # As many rows as go through the other linears
+        kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]
         own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
         return (
             torch.is_grad_enabled()

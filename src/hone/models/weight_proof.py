@@ -79,9 +79,8 @@ class CanaryScorer:
     """
 
     def __init__(self, model: Transformer) -> None:
-        is_whole = not hasattr(
-            model, "reshard"
-        )  # else ranks bring its weights together for each pass
+        # Else ranks bring its weights together for each pass
+        is_whole = not hasattr(model, "reshard")
         self.model, self._captured = model, Captured()
         self._is_captured = is_whole and model.stays_on_device
 
@@ -105,9 +104,8 @@ class CanaryScorer:
         )
         positions = packed.token_positions()
 
-        def forward_pass() -> (
-            Tensor
-        ):  # without `self`, or the graph would be in a circle of references
+        # Without `self`, or the graph would be in a circle of references
+        def forward_pass() -> Tensor:
             logits = model.compute_logits(model(ids[:-1], positions, packed))
             return target_logprobs(logits, ids[1:], ones)[0]
 

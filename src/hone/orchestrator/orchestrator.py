@@ -124,9 +124,8 @@ class Orchestrator:
         self.ready: dict[int, Group] = {}
         self.without_signal: list[Group] = []  # that were replaced, since the last step
         self.stale = 0
-        self.heard: Callable[[int, int], None] = lambda done, total: (
-            None
-        )  # told of groups that are ready for a step
+        # Told of groups that are ready for a step
+        self.heard: Callable[[int, int], None] = lambda done, total: None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 

@@ -31,9 +31,8 @@ def metrics_of(
     )
     prompt = [len(r.turns[0].prompt_ids) for r in rollouts]
     completion = [tokens_of(r) for r in rollouts]
-    whole = [
-        len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts
-    ]  # with earlier turns
+    # With earlier turns
+    whole = [len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts]
     lags = [step - 1 - g.version for g in [*groups, *again]]
     values: dict[str, float] = {
         "progress/step": step,

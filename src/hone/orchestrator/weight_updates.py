@@ -28,10 +28,8 @@ PATIENCE = (
     20.0  # seconds that a run may seem to be over before another trainer claims its directory
 )
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
-OTHER_KERNELS = {
-    "float32": 1e-3,
-    "bfloat16": 0.5,
-}  # … of a server that rounds its logits where Hone does not
+# … of a server that rounds its logits where Hone does not
+OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}
 MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
 
 
@@ -61,9 +59,8 @@ class Weights:
         log: logging.Logger,
     ) -> None:
         self.run, self.config, self.log = run, config, log
-        self.published = Steps(
-            run.broadcasts.resolve()
-        )  # by the real path, which servers are given
+        # By the real path, which servers are given
+        self.published = Steps(run.broadcasts.resolve())
         self.fleet = Fleet(
             clients,
             self.revive_server,
@@ -75,9 +72,8 @@ class Weights:
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # with taking a version and evaluating it
-        self.scored: dict[
-            str, tuple[Delivery, list[float]]
-        ] = {}  # by address of a server, the last it took
+        # By address of a server, the last it took
+        self.scored: dict[str, tuple[Delivery, list[float]]] = {}
         self.taken: dict[Server, Taken] = {}  # of the newest version
         self.proven = asyncio.Event()  # that every server has it
 
@@ -131,18 +127,16 @@ class Weights:
                             values = values | await self._prove_delivery(newest)
                     finally:
                         rows.write_trained(newest.version, values)
-                    if (
-                        self.version < newest.version
-                    ):  # superseded: the next is there, or about to be
+                    # Superseded: the next is there, or about to be
+                    if self.version < newest.version:
                         if self.is_evaluated(newest.version):
                             self.log.warning(
                                 "Version %d is not evaluated: the next one came first",
                                 newest.version,
                             )
                         continue
-                    await evaluate(
-                        self.version
-                    )  # the next is taken after that: results are of one version
+                    # The next is taken after that: results are of one version
+                    await evaluate(self.version)
             await asyncio.sleep(POLL)
 
     async def at_least(self, version: int) -> None:

@@ -23,10 +23,8 @@ from hone.text.messages import MessageError, normalize_messages
 from hone.text.tool_calls import FORMATS, format_of
 
 MARK = "\ue000"  # a character that no text has
-GENERATED, GENERATED_END = (
-    "\ue001",
-    "\ue002",
-)  # around what the `generation` tag encloses, while spans are looked for
+# Around what the `generation` tag encloses, while spans are looked for
+GENERATED, GENERATED_END = ("\ue001", "\ue002")
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers knows them
 Span = tuple[int, int]  # first character, and the one behind the last
@@ -90,9 +88,8 @@ class ChatTemplate:
             self._takes_json = self._needs_json()
             self._needs_none = self._takes_calls(1)
         self.most_calls = 1 if self._takes_calls(1) and not self._takes_calls(2) else None
-        self._shown: set[tuple[Any, ...]] = (
-            set()
-        )  # places of messages whose content was seen to be rendered
+        # Places of messages whose content was seen to be rendered
+        self._shown: set[tuple[Any, ...]] = set()
 
     # ------------------------------------------------------------------------------------------------- rendering
 
@@ -237,9 +234,8 @@ class ChatTemplate:
                 )
             except ValueError:
                 continue
-            if (
-                MARK in text and f"'{MARK}'" not in text
-            ):  # neither left out nor written as Python writes a dict
+            # Neither left out nor written as Python writes a dict
+            if MARK in text and f"'{MARK}'" not in text:
                 return takes_json
         return False
 
@@ -255,9 +251,8 @@ class ChatTemplate:
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
         answering = {"add_generation_prompt": False, **template_args}
-        whole = self._render_checked(
-            messages, asking, covered
-        )  # those before are in the tokens already
+        # Those before are in the tokens already
+        whole = self._render_checked(messages, asking, covered)
         asked = self._render_raw(messages[: covered - 1], asking)
         answered = self._render_raw(messages[:covered], answering)
         if not (whole.startswith(answered) and answered.startswith(asked)):
@@ -344,9 +339,8 @@ class ChatTemplate:
         prompt = self._render_raw(before, asking) if i or is_answer else ""
         answered = self._render_raw(messages[: i + 1], args)
         start = len(prompt)
-        if not answered.startswith(
-            prompt
-        ):  # the prompt begins what the answer does not have, as an open <think>
+        # The prompt begins what the answer does not have, as an open <think>
+        if not answered.startswith(prompt):
             start = _common_length(prompt, answered)
             marked = self._render_raw([*before, {**messages[i], "content": MARK}], args)
             content = marked.partition(MARK)[0]
@@ -356,10 +350,8 @@ class ChatTemplate:
                 raise ValueError(
                     f"the chat template writes what is before message {i} differently with its answer"
                 )
-        return answered, (
-            start,
-            len(answered.rstrip()),
-        )  # the line break after a turn is not the model's
+        # The line break after a turn is not the model's
+        return answered, (start, len(answered.rstrip()))
 
 
 PLAIN_CALL = {"name": "f", "arguments": {"a": "b"}}

@@ -23,11 +23,8 @@ from hone.text.tool_calls import CallFormat
 SPACE = (
     "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
 )
-AS_WRITTEN = {
-    "whitespace_flexible": False,
-    "item_separator": ", ",
-    "key_separator": ": ",
-}  # by Python, in templates
+# By Python, in templates
+AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Kind = Literal["json", "regex", "choice", "grammar"]
 
 
@@ -103,9 +100,8 @@ class Following:
         self.read = len(ids)
         may = self.may = np.zeros(self.vocabulary, dtype=bool)
         packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        if (
-            self.matcher.is_error()
-        ):  # the form is beyond what llguidance follows: whoever asked is told
+        # The form is beyond what llguidance follows: whoever asked is told
+        if self.matcher.is_error():
             self.failure = self.failure or self.matcher.get_error().strip().splitlines()[0]
             may[self.stops] = True
             return may

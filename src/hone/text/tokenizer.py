@@ -29,9 +29,8 @@ from hone.text.model_text import (
 from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
-os.environ.setdefault(
-    "TOKENIZERS_PARALLELISM", "false"
-)  # no threads of its own, and no warnings after a fork
+# No threads of its own, and no warnings after a fork
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 BEFORE = "\x01"  # stands before a text that goes on from tokens; it is a token of its own
 LONG_TEXT = 4096  # characters from which on a text is encoded without Python's lock
 CONTEXT = 8  # tokens before others that can change what these are as text
@@ -85,9 +84,8 @@ class Tokenizer:
         self._special = special = {number for number, token in added.items() if token.special}
         kept = self.template.call_format.tags if self.template else ()
         tags = {number for number in special if added[number].content in kept}
-        self._dropped = (
-            special - tags if tags else None
-        )  # without special tokens; None: as the library does
+        # Without special tokens; None: as the library does
+        self._dropped = special - tags if tags else None
         self.kept: dict[Any, Any] = {}  # what servers know of its tokens
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
         self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for

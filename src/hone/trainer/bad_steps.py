@@ -36,9 +36,8 @@ def handle_bad_step(
     ValueError if the run is to end.
     """
     norms = []
-    for i in range(
-        count
-    ):  # every rank has the whole batch; where they share the model, all go through it
+    # Every rank has the whole batch; where they share the model, all go through it
+    for i in range(count):
         optimizer.clear_gradients()
         if ranks.is_first or optimizer.is_sharded:
             backward(i)

@@ -127,9 +127,8 @@ class Checkpoints:
         # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
         state, written = self.optimizer.state_tensors(), None
-        if (
-            self.optimizer.is_away
-        ):  # a copy would take as much of the machine's memory again: training waits
+        # A copy would take as much of the machine's memory again: training waits
+        if self.optimizer.is_away:
             save(state, storage_writer=writer, process_group=self._group)
         else:
             written = async_save(state, storage_writer=writer, process_group=self._group)
@@ -175,9 +174,8 @@ class Checkpoints:
         for path in (*(partial / name for name in files), partial / HEADER):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        shutil.rmtree(
-            directory, ignore_errors=True
-        )  # of a run that had gone further before it was resumed
+        # Of a run that had gone further before it was resumed
+        shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
         found = steps_in(self.run.checkpoints)
         kept = to_keep(_read_metric(found, self.policy.keep_best, self.run.metrics), self.policy)

@@ -56,9 +56,8 @@ class Tokens:
     teacher_logprobs: Tensor | None = None  # where the samples have them
 
 
-Term = tuple[
-    Tensor, Tensor
-]  # a loss a token, and which tokens have one (the others are dropped or clipped)
+# A loss a token, and which tokens have one (the others are dropped or clipped)
+Term = tuple[Tensor, Tensor]
 
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:

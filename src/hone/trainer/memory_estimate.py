@@ -19,9 +19,8 @@ SLACK = 1.03  # of activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
 SHARE = 5  # the fifth part of a GPU's memory that more than FEW_TOKENS may take
 MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
-AT_ONCE = (
-    2**25
-)  # weights whose state in the machine's memory is on the device at a time (kernels/pinned_memory.py)
+# Weights whose state in the machine's memory is on the device at a time (kernels/pinned_memory.py)
+AT_ONCE = 2**25
 CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
 
 
@@ -75,21 +74,16 @@ def estimate_step(
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
     in_fp32 = 4 * trained if itemsize < 4 else 0
-    of_head = (
-        spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
-    )  # the head's gradient adds up over parts
-    by_muon = (
-        trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0
-    )  # one moment, not two
-    at_once = int(
-        by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers)
-    )  # matrices that Muon moves together
-    rooms = min(trained - by_muon, AT_ONCE) * (
-        4 * (itemsize < 4) + 2 * optim.moment_bytes
-    )  # AdamW's
-    brought = (
-        8 * at_once + rooms if optim.offload else 0
-    )  # masters and moments that come to the device meanwhile
+    # The head's gradient adds up over parts
+    of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
+    # One moment, not two
+    by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0
+    # Matrices that Muon moves together
+    at_once = int(by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers))
+    # AdamW's
+    rooms = min(trained - by_muon, AT_ONCE) * (4 * (itemsize < 4) + 2 * optim.moment_bytes)
+    # Masters and moments that come to the device meanwhile
+    brought = 8 * at_once + rooms if optim.offload else 0
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
         weights=copies * itemsize,

@@ -177,9 +177,8 @@ class Optimizer:
         self.clear_gradients()
         if not self.is_own:
             self.follow_masters()
-        torch.autograd.graph.increment_version(
-            self.parameters
-        )  # the fused kernels leave them uncounted
+        # The fused kernels leave them uncounted
+        torch.autograd.graph.increment_version(self.parameters)
         return norm
 
     @torch.no_grad()

@@ -53,9 +53,8 @@ class Packed:
         )
         if self.row_N is None:
             return hidden_KD
-        return F.embedding(
-            self.row_N, hidden_KD
-        )  # its gradient adds up in one order, index_select's on a GPU does not
+        # Its gradient adds up in one order, index_select's on a GPU does not
+        return F.embedding(self.row_N, hidden_KD)
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
         """Select the targets' values, N, from values of all tokens, without synchronizing."""
@@ -130,10 +129,8 @@ def pack_shared(
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
-    shared, leader = (
-        np.zeros_like(lengths),
-        np.arange(len(lengths)),
-    )  # tokens that another has laid down, and who
+    # Tokens that another has laid down, and who
+    shared, leader = (np.zeros_like(lengths), np.arange(len(lengths)))
     prompts: list[int] = []
     completions: list[list[int]] = []  # input tokens beyond the prompt
     for prompt, run in groupby(range(len(ids)), key=lambda i: prompt_of(ids[i], masks[i])):
@@ -146,9 +143,8 @@ def pack_shared(
             prompts.append(len(ids[first]) - 1)
             completions.append([])
     if max(map(max, filter(None, completions)), default=0) == 0:
-        return pack_sequences(
-            ids, masks, device
-        )  # nothing is shared, or nothing but prompts goes in
+        # Nothing is shared, or nothing but prompts goes in
+        return pack_sequences(ids, masks, device)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     at = np.arange(len(sequence)) - starts[sequence]
     is_input = (at >= shared[sequence]) & (at < lengths[sequence] - 1)

@@ -35,18 +35,14 @@ def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
     dtype = model.embed.weight.dtype
     mesh = init_device_mesh(device.type, (ranks.count,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for parameter in (
-        model.parameters()
-    ):  # the optimiser's fp32 masters; what adapters keep beside stays in its dtype
+    # The optimiser's fp32 masters; what adapters keep beside stays in its dtype
+    for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    for part in (
-        *model.blocks,
-        model,
-    ):  # the last one is what the blocks left: embedding, final norm, head
+    # The last one is what the blocks left: embedding, final norm, head
+    for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-        part.set_gradient_divide_factor(
-            1.0
-        )  # losses are shares of the whole batch's: a sum is wanted, not a mean
+        # Losses are shares of the whole batch's: a sum is wanted, not a mean
+        part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
 
 

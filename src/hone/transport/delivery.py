@@ -14,9 +14,8 @@ from pathlib import Path
 
 from hone.run_directory import steps_in
 
-Message = dict[
-    str, str
-]  # to a receiver of weights: plain data; `type` says which receiver it is for
+# To a receiver of weights: plain data; `type` says which receiver it is for
+Message = dict[str, str]
 DELIVERY, STABLE = "delivery.json", "STABLE"
 TEXT = "text"  # tokenizer and template of all versions, beside them
 
@@ -56,9 +55,8 @@ class Delivery:
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
     """Write the last files of a version's directory, which is about to appear."""
-    descriptor = os.open(
-        directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600
-    )  # it may have a secret
+    # It may have a secret
+    descriptor = os.open(directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(json.dumps(asdict(delivery)) + "\n")
     (directory / STABLE).touch()

@@ -52,13 +52,10 @@ from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, 
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
-TIMEOUT, CONNECT = (
-    timedelta(seconds=120),
-    timedelta(seconds=10),
-)  # of one transfer; until the other side is there
-IDLE = timedelta(
-    days=20
-)  # that the sender waits for somebody to ask before it waits again; torch warns of each
+# Of one transfer; until the other side is there
+TIMEOUT, CONNECT = (timedelta(seconds=120), timedelta(seconds=10))
+# That the sender waits for somebody to ask before it waits again; torch warns of each
+IDLE = timedelta(days=20)
 COPIED = 20.0  # seconds in which a server of the same machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIGEST = 64  # characters of a signature
@@ -132,14 +129,14 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        with self._stamp.change_version(
-            NONE, COPIED
-        ):  # whoever reads the snapshot has it before it is gone
+        # Whoever reads the snapshot has it before it is gone
+        with self._stamp.change_version(NONE, COPIED):
             pass
         port = int(self.source.rpartition(":")[2])
+        # It wakes up
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push(
             self.secret.key_name("asks"), ""
-        )  # it wakes up
+        )
         self._thread.join(5.0)
         for group in self._pairs.values():
             group.abort()  # without the other side, which may be gone
@@ -348,9 +345,8 @@ class NetworkReceiver(Receiver):
             with shown.stamp.hold_version(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
                 shown.copy_weights(self._arrivals, arrived)
-            with suppress(
-                distributed.DistError
-            ):  # it is here, whether the trainer gets to know that or not
+            # It is here, whether the trainer gets to know that or not
+            with suppress(distributed.DistError):
                 self._send_request(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
             self._trainer = None
@@ -493,6 +489,5 @@ def create_pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return distributed.ProcessGroupNCCL(named, rank, 2, options)
-    return distributed.ProcessGroupGloo(
-        named, rank, 2, CONNECT
-    )  # else one that is gone keeps others waiting
+    # Else one that is gone keeps others waiting
+    return distributed.ProcessGroupGloo(named, rank, 2, CONNECT)

@@ -40,15 +40,13 @@ class Trained:
             "is_masked": self.is_masked,
         }
         save_file(arrays, partial)
-        partial.chmod(
-            directory.stat().st_mode & 0o666
-        )  # safetensors writes files that nobody else may read
+        # Safetensors writes files that nobody else may read
+        partial.chmod(directory.stat().st_mode & 0o666)
         partial.replace(file)
 
 
-Seen = list[
-    tuple[NDArray[np.float32], NDArray[np.bool_]]
-]  # of the samples of a rollout, in their order
+# Of the samples of a rollout, in their order
+Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]
 
 
 def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:

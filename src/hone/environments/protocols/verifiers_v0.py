@@ -97,9 +97,8 @@ class Foreign(Environment):
         self._kept = [one for one in kept if one is not None]
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
-        from hone.environments.protocols.door import (
-            Door,
-        )  # a web server: not needed by Hone's own environments
+        # A web server: not needed by Hone's own environments
+        from hone.environments.protocols.door import Door
 
         self.workers = [
             WorkerProcess(env_id, self.words, self.arguments) for _ in range(max(1, workers))

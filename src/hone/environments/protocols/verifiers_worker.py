@@ -192,9 +192,8 @@ class VerifiersWorker:
 
 def main():
     name, arguments = sys.argv[1], json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
-    out = os.fdopen(
-        os.dup(1), "w"
-    )  # what the environment prints goes to stderr, not between the messages
+    # What the environment prints goes to stderr, not between the messages
+    out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     lines = queue.SimpleQueue()
     sending = threading.Lock()

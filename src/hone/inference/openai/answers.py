@@ -26,13 +26,8 @@ from hone.text.stop_strings import cut_at_stop
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
-ODD = (
-    "NaN",
-    "Infinity",
-    "\x85",
-    "\u2028",
-    "\u2029",
-)  # the last three end a line for some who read a stream
+# The last three end a line for some who read a stream
+ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")
 PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
 NUMBERS = itertools.count()
 
@@ -105,9 +100,8 @@ class Answer:
     def completion_text(self, completion: Completion, index: int = 0) -> str:
         """Return the text of a completion up to a stop string."""
         request, ids = self.request, completion.ids
-        if (
-            ids and self.has_form and ids[-1] in self.tokenizer.stop_ids
-        ):  # the form is of what comes before
+        # The form is of what comes before
+        if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:
             ids = ids[:-1]
         text = self.tokenizer.decode_after(self.context_tokens(index), ids, self.skip)
         return (

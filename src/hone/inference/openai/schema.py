@@ -301,9 +301,8 @@ class ToolChoice(BaseModel):
 class ChatRequest(Request):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    max_total_tokens: int | None = Field(
-        None, ge=1
-    )  # prompt and completion; cuts max_tokens to what that leaves
+    # Prompt and completion; cuts max_tokens to what that leaves
+    max_total_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
@@ -311,9 +310,8 @@ class ChatRequest(Request):
     conversation_ids: list[int] | None = (
         None  # of the first turns, kept unless the template rewrites their text
     )
-    conversation_messages: int | None = Field(
-        None, ge=1
-    )  # so many of the messages: the last is the assistant's
+    # So many of the messages: the last is the assistant's
+    conversation_messages: int | None = Field(None, ge=1)
     so_far: list[Written] | None = (
         None  # of each of the n: what was written elsewhere, to go on from
     )
@@ -403,12 +401,10 @@ class CompletionRequest(Request):
     """One or more texts or token id lists to continue."""
 
     prompt: str | list[str] | Ids | list[Ids]
-    max_tokens: int | None = Field(
-        16, ge=0
-    )  # as OpenAI has it; 0 to see the prompt's logprobs, with echo
-    logprobs: int | None = Field(
-        None, ge=0, le=20
-    )  # how many of the likeliest beside the one that was drawn
+    # As OpenAI has it; 0 to see the prompt's logprobs, with echo
+    max_tokens: int | None = Field(16, ge=0)
+    # How many of the likeliest beside the one that was drawn
+    logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
     add_special_tokens: bool = (
         True  # those that the tokenizer puts before a text, as some do with bos

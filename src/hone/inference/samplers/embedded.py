@@ -25,10 +25,8 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.find_partials)
-        self.receivers, self.proof = (
-            Receivers(),
-            Proof(service.engine.model),
-        )  # of the model that is served
+        # Of the model that is served
+        self.receivers, self.proof = (Receivers(), Proof(service.engine.model))
         self._described: tuple[str, ModelSpec] | None = None  # the description that was parsed last
 
     @property

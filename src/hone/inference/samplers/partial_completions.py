@@ -21,14 +21,10 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stop_strings import held_back
 from hone.text.tokenizer import Tokenizer
 
-LOOK, LOOK_EACH = (
-    0.01,
-    0.0008,
-)  # seconds between two looks, at least: for one stream, and for each …
-SHARE, SELDOM = (
-    20,
-    0.5,
-)  # … so many times as long as handing on took, which is work beside what computes; at most
+# Seconds between two looks, at least: for one stream, and for each …
+LOOK, LOOK_EACH = (0.01, 0.0008)
+# … so many times as long as handing on took, which is work beside what computes; at most
+SHARE, SELDOM = (20, 0.5)
 
 
 @dataclass
@@ -125,10 +121,8 @@ class Spelling:
         self.stops, self.hold = stops, [*stops, *hold]
         self.ids: list[int] = [*before]
         self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
-        self._start, self._read = (
-            0,
-            len(before),
-        )  # tokens before `_read` are in the text; decoding begins at `_start`
+        # Tokens before `_read` are in the text; decoding begins at `_start`
+        self._start, self._read = (0, len(before))
 
     def decode_more(self, ids: list[int]) -> str:
         """Return the text that is final after these tokens."""

@@ -34,13 +34,8 @@ EMBEDDING, HEAD, INDEX = (
     "lm_head.weight",
     "model.safetensors.index.json",
 )
-NO_SHAPE = (
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "_name_or_path",
-    "use_cache",
-)  # keys of a config.json
+# Keys of a config.json
+NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 
 
 class VllmFiles:

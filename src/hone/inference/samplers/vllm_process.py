@@ -30,10 +30,8 @@ from hone.config.inference_config import InferenceConfig
 from hone.inference.samplers.vllm_files import VllmFiles
 
 HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
-OLDEST, NEWEST_TRIED = (
-    (0, 24),
-    (0, 32),
-)  # versions: before the first vLLM had no control of weights over HTTP
+# Versions: before the first vLLM had no control of weights over HTTP
+OLDEST, NEWEST_TRIED = ((0, 24), (0, 32))
 NAME = "policy"  # of the model, between us and vLLM
 SAID = 400  # lines of it that are kept: an engine that fails is followed by tracebacks of those that waited for it
 FOLLOWS = "Engine core initialization failed"  # what they say, which is not the cause

@@ -60,9 +60,8 @@ def copy_columns(x, at, row, count, padded, E, out, out_at, N):
     """out[E x N], `padded` columns of it from `out_at` on: x[count x E] transposed, then zeros."""
     whole = E // LANES * LANES if count >= LANES else 0
     for start in range(0, count if whole else 0, LANES):
-        i = min(
-            start, count - LANES
-        )  # the last vectors may hold some of those before them once more
+        # The last vectors may hold some of those before them once more
+        i = min(start, count - LANES)
         for e in range(0, whole, LANES):
             transpose(x, at + i * row + e, row, out, out_at + e * N + i, N)
     for i in range(count):
@@ -121,10 +120,8 @@ def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsu
         W, most = longest(sequences, groups[group], groups[group + 1])
         keys, values = np.empty(E * W, np.float32), np.empty(W * E, np.float32)
         queries, mixed = np.empty(most * E, np.float32), np.empty(most * E, np.float32)
-        scores, shares = (
-            np.empty(most * W, np.float32),
-            np.empty(most, np.float32),
-        )  # 1 / the sum of a row
+        # 1 / the sum of a row
+        scores, shares = (np.empty(most * W, np.float32), np.empty(most, np.float32))
         held = (0, 0)  # the prefix that is laid out
         for s in range(groups[group], groups[group + 1]):
             start, length, prefix, P = sequences[s]

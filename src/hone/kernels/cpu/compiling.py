@@ -37,9 +37,8 @@ from hone import machine, preemption
 
 COMPLETE = "complete"  # a file in the directory of kernels, when all are there
 log = logging.getLogger("hone")
-Call = tuple[
-    str, str, tuple[Any, ...]
-]  # a kernel's module and name, numba's types of its arguments
+# A kernel's module and name, numba's types of its arguments
+Call = tuple[str, str, tuple[Any, ...]]
 _calls: dict[Call, None] | None = None  # while they are noted
 _compiles_itself = False  # in a process that compiles for others
 
@@ -73,9 +72,8 @@ class Kept:
 def _numba() -> tuple[Any, bool]:
     """Return numba, configured by environment variables, and whether compiled code can be cached."""
     here = Path(__file__).parent
-    beside = [
-        here.parent / name for name in ("row_state.py", "fingerprint_tables.py")
-    ]  # whose numbers are compiled in
+    # Whose numbers are compiled in
+    beside = [here.parent / name for name in ("row_state.py", "fingerprint_tables.py")]
     sources = b"".join(path.read_bytes() for path in [*sorted(here.glob("*.py")), *beside])
     machine.ensure_home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hone" / "kernels"
@@ -97,9 +95,8 @@ def _numba() -> tuple[Any, bool]:
         Kept.directory.mkdir(mode=0o700, exist_ok=True)
         if problem := machine.written_by_others(Kept.directory):
             raise OSError(problem)
-        tempfile.TemporaryFile(
-            dir=Kept.directory
-        ).close()  # numba asks for a place to write, also to read
+        # Numba asks for a place to write, also to read
+        tempfile.TemporaryFile(dir=Kept.directory).close()
     except OSError as error:
         log.warning(
             "The CPU kernels are compiled for this run alone, which takes minutes: %s", error
@@ -122,9 +119,8 @@ def _prepare() -> None:
     """Ensure that the kernels are compiled, if they can be cached."""
     if keeps() and not _compiles_itself and not (Kept.directory / COMPLETE).exists():
         log.info(words())
-        cores = os.environ.get(machine.CORES_VARIABLE) or str(
-            machine.usable_cores()
-        )  # the other parts of a run wait for this
+        # The other parts of a run wait for this
+        cores = os.environ.get(machine.CORES_VARIABLE) or str(machine.usable_cores())
         environment = os.environ | {"HONE_PARENT_PID": str(os.getpid()), "OMP_NUM_THREADS": cores}
         command = [sys.executable, "-P", "-m", "hone.launch.kernels"]
         done = subprocess.run(
@@ -193,9 +189,8 @@ def alone() -> Iterator[bool]:
         yield False
         return
     with open(Kept.directory / "lock", "w") as lock:
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the work may be done twice
+        # A file system without locks: the work may be done twice
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield not (Kept.directory / COMPLETE).exists()
 
@@ -213,9 +208,8 @@ def _compile(call: Call) -> None:
 
 def compile_all(calls: dict[Call, None]) -> None:
     """Compile these kernels for these types, one per core."""
-    spawn = multiprocessing.get_context(
-        "spawn"
-    )  # a fork would inherit torch's threads without what runs them
+    # A fork would inherit torch's threads without what runs them
+    spawn = multiprocessing.get_context("spawn")
     os.environ["HONE_PARENT_PID"] = str(os.getpid())
     with ProcessPoolExecutor(min(machine.usable_cores(), len(calls)), spawn, _works) as pool:
         list(pool.map(_compile, calls))

@@ -19,10 +19,8 @@ from hone.kernels.cpu.compiling import compiled, inlined
 from hone.kernels.cpu.simd import LANES, get, load, prefetch, put, store, tile_of, transpose
 
 ROWS, WIDTH = isa().rows, isa().vectors * LANES  # of a tile
-BLOCK_M, BLOCK_K = (
-    64 // ROWS * ROWS,
-    256,
-)  # rows of a task; depth after which a tile goes back to memory
+# Rows of a task; depth after which a tile goes back to memory
+BLOCK_M, BLOCK_K = (64 // ROWS * ROWS, 256)
 PANELS = 4  # of a task
 BLOCK_T = 384 // ROWS * ROWS  # rows of a task whose A is transposed, at most
 STRETCH = 128  # of K that is packed at once where A is transposed
@@ -142,9 +140,8 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
         for _ in range(K):
-            if (
-                first + SPAN <= held
-            ):  # whole vectors: what they hold beside the tile is written over next
+            # Whole vectors: what they hold beside the tile is written over next
+            if first + SPAN <= held:
                 for i in range(0, ROWS, LANES):
                     store(packed, there + i, load(a, here + i))
             else:

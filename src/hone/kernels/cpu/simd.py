@@ -157,9 +157,8 @@ def prefetch(typing: Any, memory: Any, at: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [byte, _INT, _INT, _INT])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
         address = builder.bitcast(_address(context, builder, signature.args[0], *arguments), byte)
-        builder.call(
-            function, [address, number(_INT, 0), number(_INT, 3), number(_INT, 1)]
-        )  # to read, near, data
+        # To read, near, data
+        builder.call(function, [address, number(_INT, 0), number(_INT, 3), number(_INT, 1)])
         return context.get_dummy_value()
 
     return types.void(memory, types.intp), generate

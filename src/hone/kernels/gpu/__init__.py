@@ -42,10 +42,8 @@ NARROW_WIDTH = (
 )
 MOST_PARTS = 8  # of the inner dimension of a product
 LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
-MANY_TOKENS, SMALL_WEIGHT = (
-    128,
-    7 * 2**20,
-)  # up to here starting early is worth more than what torch's product gains
+# Up to here starting early is worth more than what torch's product gains
+MANY_TOKENS, SMALL_WEIGHT = (128, 7 * 2**20)
 
 
 @dataclass(frozen=True)
@@ -193,9 +191,8 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):
         return 1, 64
-    most = processors() * (
-        2 if T <= FEWEST_TOKENS else 1
-    )  # programs; two of few tokens find room beside each other
+    # Programs; two of few tokens find room beside each other
+    most = processors() * (2 if T <= FEWEST_TOKENS else 1)
 
     def cut(width: int) -> tuple[int, int]:  # parts, programs
         tiles = -(-rows // width) * -(-T // 128)

@@ -30,10 +30,8 @@ TILE = 64
 KEYS = 32  # that a query takes up at once
 FIELDS = tl.constexpr(6)  # of a tile
 LOG2_E = 1.4426950408889634
-SHARES, LEAST = (
-    64,
-    512,
-)  # a program has no more than a 64th of the queries that all tiles of keys see, or 512
+# A program has no more than a 64th of the queries that all tiles of keys see, or 512
+SHARES, LEAST = (64, 512)
 
 
 @dataclass(frozen=True)
@@ -161,9 +159,8 @@ def forward_kernel(
             k_NE = tl.load(keys + (away + at) * k_row)
             v_NE = tl.load(values + (away + at) * v_row)
             top, size, sum_ME = attend(tl.dot(q_ME, tl.trans(k_NE)), scale, v_NE, top, size, sum_ME)
-        if (
-            whole < before
-        ):  # the end of the prefix, and as many of the sequence's tokens as make a tile
+        # The end of the prefix, and as many of the sequence's tokens as make a tile
+        if whole < before:
             place = whole + n - before
             inside = (place < length)[:, None]
             there = (whole + tl.where(place < 0, away, -before))[:, None]
@@ -333,9 +330,8 @@ def queries_backward_kernel(
             v_NE = tl.load(values + (away + at) * v_row, inside, other=0.0)
             ds = p * (tl.dot(g_ME, tl.trans(v_NE)) - of[:, None])
             dq_ME = tl.dot(ds.to(k_NE.dtype), k_NE, dq_ME)
-    for at in range(
-        0, tl.minimum(index * M + M, length), N
-    ):  # as fast as two loops, of which one needs no mask
+    # As fast as two loops, of which one needs no mask
+    for at in range(0, tl.minimum(index * M + M, length), N):
         inside = (at + n < length)[:, None]
         k_NE = tl.load(keys + at * k_row, inside, other=0.0)
         logits = tl.dot(q_ME, tl.trans(k_NE)) * scale

@@ -51,9 +51,8 @@ def together() -> Iterator[None]:
     from triton.runtime.jit import JITFunction
 
     start, run = time.perf_counter(), JITFunction.run
-    in_context = partial(
-        torch.zeros, 1, device="cuda"
-    )  # a thread that loads kernels needs the device's context
+    # A thread that loads kernels needs the device's context
+    in_context = partial(torch.zeros, 1, device="cuda")
     functions = set[Any]()
     try:
         with (
@@ -66,17 +65,15 @@ def together() -> Iterator[None]:
 
             def loaded(*args: Any, **options: Any) -> Any:
                 kernel = compilers.compile(*args, **options)
-                _ = (
-                    kernel.run
-                )  # makes what launches it, for which Triton may call a C compiler, and loads it
+                # Makes what launches it, for which Triton may call a C compiler, and loads it
+                _ = kernel.run
                 return kernel
 
             def only_compile(
                 function: Any, *args: Any, grid: Any, warmup: bool, **options: Any
             ) -> Any:
-                _ = function.device_caches[
-                    torch.cuda.current_device()
-                ]  # of a function that is new this sets `compile`
+                # Of a function that is new this sets `compile`
+                _ = function.device_caches[torch.cuda.current_device()]
                 function.compile = loaded
                 functions.add(function)
                 return context.copy().run(run, function, *args, grid=grid, warmup=True, **options)

@@ -159,10 +159,8 @@ def decode_kernel(
     pages.
     """
     G: tl.constexpr = H // K
-    head, b = (
-        tl.program_id(0),
-        tl.program_id(1).to(tl.int64),
-    )  # heads of a sequence lie side by side, and run so
+    # Heads of a sequence lie side by side, and run so
+    head, b = (tl.program_id(0), tl.program_id(1).to(tl.int64))
     c, e = tl.arange(0, C), tl.arange(0, E)[:, None]
     slot = tl.load(active + b)
     L = tl.load(state + slot * FIELDS + LENGTH).to(tl.int32) + 1

@@ -205,9 +205,8 @@ def alone_kernel(
     k = _turned(k, k_other, own_k, other_k, eps, E, NORM)
     in_queries: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, SHORT, 8 // SHORT, [1, 0])
     queries = gl.allocate_shared_memory(dtype, [ROWS, E], in_queries)
-    queries.slice(0, COLUMNS, 0).store(
-        _repeated(q, COLUMNS // C)
-    )  # nothing comes of the other rows
+    # Nothing comes of the other rows
+    queries.slice(0, COLUMNS, 0).store(_repeated(q, COLUMNS // C))
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     score = gl.where(
         is_newest, gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale_log2, -1e30
@@ -375,9 +374,8 @@ def blocks_of(
     elif per_processor <= (MANY if is_long else FEW):
         cut = Blocks(2, 3)
     else:
-        cut = Blocks(
-            1, 2, 144 if head_size <= 128 else None
-        )  # larger heads would not fit into so few registers
+        # Larger heads would not fit into so few registers
+        cut = Blocks(1, 2, 144 if head_size <= 128 else None)
     return _fitting(cut, head_size)
 
 

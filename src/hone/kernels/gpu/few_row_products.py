@@ -104,9 +104,8 @@ def held_kernel(
     let_next_start(PDL)
     pid_n, pid_m = gl.program_id(0), gl.program_id(1)
     s = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, of_w)))[:, None, None]
-    first_n = gl.minimum(
-        pid_n * BN, N - BN
-    )  # columns that the last two tiles share are the last but one's
+    # Columns that the last two tiles share are the last but one's
+    first_n = gl.minimum(pid_n * BN, N - BN)
     n = first_n + gl.arange(0, BN, gl.SliceLayout(0, gl.SliceLayout(2, of_w)))[None, :, None]
     k = gl.arange(0, BK, gl.SliceLayout(0, gl.SliceLayout(1, of_w)))[None, None, :]
     of_n, step = w + (n.to(gl.int64) * K + s * BK + k), WARPS * BK

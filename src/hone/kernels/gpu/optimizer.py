@@ -18,9 +18,8 @@ from torch import Tensor
 from hone.kernels.pinned_memory import PORTION, ROOMS
 
 BLOCK = 4096  # divides PORTION
-EVENLY = tl.constexpr(
-    16
-)  # where all portions have multiples of so many numbers, a thread loads several at once
+# Where all portions have multiples of so many numbers, a thread loads several at once
+EVENLY = tl.constexpr(16)
 DENSE = torch.contiguous_format
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -112,9 +111,8 @@ class OptimizerTable:
         self.rows[:, 5:] = [(count, i, at) for i, at, count in self.portions]
         self.decays = torch.tensor(decays, dtype=torch.float32, device=device)
         self.is_even = not (self.rows[:, 5] % EVENLY.value).any()
-        self.fewest = (
-            EVENLY.value if self.is_even else 1
-        )  # numbers of a tensor for which the kernel is the same
+        # Numbers of a tensor for which the kernel is the same
+        self.fewest = EVENLY.value if self.is_even else 1
         counts = -(-self.rows[:, 5] // BLOCK)
         self.ends = np.cumsum(counts)  # behind the blocks of each portion
         which = np.repeat(np.arange(len(counts)), counts)

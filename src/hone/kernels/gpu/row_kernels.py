@@ -18,9 +18,9 @@ def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, 
     """Copy the row of `embed` V x D of the newest token of sequence active[b]."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
-    wait(
-        PDL
-    )  # not beside the next: kernels after it read what the step before has written, ahead of their own wait
+    # Not beside the next: kernels after it read what the step before has written, ahead of their
+    # own wait
+    wait(PDL)
     token = tl.load(state + tl.load(active + b) * FIELDS + LAST)
     tl.store(out + b * D + d, tl.load(embed + token * D + d, d < D), d < D)
 
@@ -146,9 +146,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
-    at_once = (
-        16 * processors()
-    )  # blocks of 4 warps; what has far more of them is bound by its bytes
+    # Blocks of 4 warps; what has far more of them is bound by its bytes
+    at_once = 16 * processors()
     block = 2048 if at_once < T * -(-F // 1024) and T <= FEW_TOKENS else 1024
     swiglu_kernel[(T, -(-F // block))](gate_up, out, F, BLOCK=block, **options(4))
     return out

@@ -293,8 +293,7 @@ class Publisher:
 
 
 if __name__ == "__main__":
-    sys.path.insert(
-        0, str(Path(__file__).parents[3])
-    )  # src/, where torchrun gave a file and not the package
+    # Src/, where torchrun gave a file and not the package
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.argv.insert(1, "trainer")
     runpy.run_module("hone", run_name="__main__")

@@ -45,10 +45,8 @@ from hone.transport.trained_tokens import Trained
 ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
-SUMS = {
-    "routing": 2,
-    "differs": 1,
-}  # so many numbers of a micro-batch, where others are of its tokens
+# So many numbers of a micro-batch, where others are of its tokens
+SUMS = {"routing": 2, "differs": 1}
 
 
 class PolicyTrainer:
@@ -152,10 +150,8 @@ class PolicyTrainer:
         samples = batch.samples
         loss_lengths = [sample.target_count for sample in samples]
         kinds, weights = self._group_by_loss(samples), [0.0] * len(samples)
-        for (
-            kind,
-            members,
-        ) in kinds:  # each loss weighs by its share of the samples; tokens weigh as its config says
+        # Each loss weighs by its share of the samples; tokens weigh as its config says
+        for kind, members in kinds:
             own = token_weights([loss_lengths[i] for i in members], kind.config)
             share = (
                 sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths)))
@@ -177,9 +173,8 @@ class PolicyTrainer:
                 [members[i] for i in part]
                 for part in self._split_samples([samples[i] for i in members])
             ]
-            if (
-                self.optimizer.is_sharded
-            ):  # all ranks go through the model equally often, and for the same losses
+            # All ranks go through the model equally often, and for the same losses
+            if self.optimizer.is_sharded:
                 own_parts += [[]] * (
                     self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts)
                 )
@@ -231,9 +226,8 @@ class PolicyTrainer:
             self.trained = Trained(
                 order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0
             )
-            found = self._collect_metrics(
-                here if self.ranks.count == 1 else on_device
-            )  # ranks add up and gather on the device
+            # Ranks add up and gather on the device
+            found = self._collect_metrics(here if self.ranks.count == 1 else on_device)
             used = model_flops_utilization(3 * flops / seconds, self.device)
             return found | {
                 "optim/lr": lr,
@@ -250,9 +244,8 @@ class PolicyTrainer:
     def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a step, over all ranks."""
         values = {"loss/mean": float(self.ranks.sum_over_ranks(found["loss"]))}
-        if (
-            "routing" in found
-        ):  # of the experts that were given and of those among them that differ, how many
+        # Of the experts that were given and of those among them that differ, how many
+        if "routing" in found:
             differs, given = self.ranks.sum_over_ranks(found["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
         if "differs" in found:  # tokens whose logprob has other bits than the sampler's

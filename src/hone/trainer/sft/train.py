@@ -65,9 +65,8 @@ DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
 MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
-NOTHING: list[Row] = [
-    [([0, 0], [False, True])]
-]  # what a rank without rows goes through the model with
+# What a rank without rows goes through the model with
+NOTHING: list[Row] = [[([0, 0], [False, True])]]
 
 
 def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
@@ -188,9 +187,8 @@ class Trainer:
         max_steps = config.max_steps or sum(
             1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
         )
-        batches = islice(
-            iterate_steps(data, data_config, config.seed), done, None
-        )  # their order follows from the seed
+        # Their order follows from the seed
+        batches = islice(iterate_steps(data, data_config, config.seed), done, None)
         parameters = sum(p.numel() for p in self.model.parameters())
         self.log.info(
             "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
@@ -399,8 +397,7 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    sys.path.insert(
-        0, str(Path(__file__).parents[3])
-    )  # src/, where torchrun gave a file and not the package
+    # Src/, where torchrun gave a file and not the package
+    sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.argv.insert(1, "sft")
     runpy.run_module("hone", run_name="__main__")
