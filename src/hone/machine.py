@@ -180,11 +180,9 @@ class Neighbours(threading.Thread):
     """Make waiting threads sleep while other programs need the cores, and spin otherwise.
 
     On an idle machine a spinning thread continues at once; a sleeping one has to be woken, which
-    takes up to
-    milliseconds on a virtual machine, hundreds of times per step. libgomp stops spinning early
-    while there
-    are more threads than cores. So a spare thread that has computed once, and then waits, is the
-    switch.
+    takes up to milliseconds on a virtual machine, hundreds of times per step. libgomp stops
+    spinning early while there are more threads than cores. So a spare thread that has computed
+    once, and then waits, is the switch.
     """
 
     # Seconds; shares of the time that threads wanted a core and had none

@@ -1,8 +1,7 @@
 """Preemption: SIGUSR1 or Ctrl-C asks a run to checkpoint at its next step and exit, to be resumed.
 
 A scheduler sends SIGUSR1 before it takes the machine away; the exit code says that the run can be
-resumed. Ctrl-C does
-the same once steps have begun; a second one ends the run at once.
+resumed. Ctrl-C does the same once steps have begun; a second one ends the run at once.
 
 Also here: processes that a command has started end with it.
 """

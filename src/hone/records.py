@@ -133,8 +133,7 @@ class GenerateRequest:
     """A prompt with sampling parameters.
 
     `ends(ids)` receives the tokens so far and returns how many to keep and stop, or None to
-    continue.
-    `allows(ids)` returns a mask over the vocabulary of the tokens that may follow.
+    continue. `allows(ids)` returns a mask over the vocabulary of the tokens that may follow.
     """
 
     prompt_ids: list[int]
@@ -157,8 +156,8 @@ class Completion:
         versions: policy version that drew `ids[i]`.
         finish_reason: "stop" (a stop token or `ends`), "length", "timeout" or "abort".
         alternatives: the likeliest tokens at each position with logprobs, if requested.
-        routing: for a mixture of experts, the experts of every token of prompt and completion but the last,
-            over all blocks, as base64 of int16, -1 where unknown.
+        routing: for a mixture of experts, the experts of every token of prompt and completion but
+            the last, over all blocks, as base64 of int16, -1 where unknown.
     """
 
     ids: list[int]

@@ -81,10 +81,8 @@ class RunDirectory:
         else.
 
         Raises ValueError if it holds an earlier run and neither `resume` nor `clean` is set
-        (`resume` wins), if
-        another run's weights are where this run would write, if a run is active in it, and if it is
-        not
-        writable.
+        (`resume` wins), if another run's weights are where this run would write, if a run is active
+        in it, and if it is not writable.
         """
         own = self._read_manifest()["weights"]
         for step in weight_steps:
@@ -235,10 +233,8 @@ class Steps:
     """The step_N directories of a directory that is polled. It is listed only after changes.
 
     A listing of 5,000 takes 9 ms, a check 0.01 ms. The directory is opened for a check, which
-    refreshes
-    network file systems. Times may be coarse or missing, so it is listed until SETTLED seconds
-    after a
-    change, and every AGAIN seconds.
+    refreshes network file systems. Times may be coarse or missing, so it is listed until SETTLED
+    seconds after a change, and every AGAIN seconds.
     """
 
     SETTLED, AGAIN = 0.05, 1.0

@@ -1,6 +1,8 @@
-"""Tell clients on this machine that a server is starting: a lock on a file named after its port, held until it listens.
+"""Tell clients on this machine that a server is starting: a lock on a file named after its port,
+held until it listens.
 
-The lock ends with the process that holds it, however that ends, so a file that was left behind says nothing.
+The lock ends with the process that holds it, however that ends, so a file that was left behind says
+nothing.
 """
 
 import contextlib

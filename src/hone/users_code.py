@@ -1,8 +1,8 @@
 """Call users' code (rewards, tools, environments, callbacks) without letting it end the process.
 
 `exit()` raises SystemExit, which is no Exception: asyncio passes it to the loop's runner, and a
-command would end with
-exit code 0 in the middle of its work. In `CONTAINED` it becomes an ordinary error.
+command would end with exit code 0 in the middle of its work. In `CONTAINED` it becomes an ordinary
+error.
 """
 
 from asyncio import CancelledError

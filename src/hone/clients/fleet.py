@@ -5,10 +5,9 @@
                       └─► comes back ─ revive: current weights, verified ─► serves again
 
 A server gets as many rollouts as it can compute at once and a small reserve. The rest waits in this
-queue and can
-go to any server, evaluations first. The fleet polls the tokens generated so far: a run that has to
-be sent again
-continues from them, or, where results must repeat to the bit, starts over from its prompt.
+queue and can go to any server, evaluations first. The fleet polls the tokens generated so far: a
+run that has to be sent again continues from them, or, where results must repeat to the bit, starts
+over from its prompt.
 """
 
 import asyncio
@@ -93,8 +92,7 @@ class Server:
         """Read an answer of /progress: the server's load and the tokens generated since.
 
         Waiting requests that would have room are not counted: a server that has only begun to read
-        a
-        step's requests is not full.
+        a step's requests is not full.
         """
         running, reserve = state["running"], max(RESERVE, state["running"] // 8)
         if state["without_room"] > reserve:

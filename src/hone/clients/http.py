@@ -84,7 +84,8 @@ class HttpClient:
     async def wait_until_serving(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> None:
         """Wait for a server on this machine, then require that it serves the model.
 
-        Raises ConnectionError if no server answers, ValueError if it refuses the key or does not serve the model.
+        Raises ConnectionError if no server answers, ValueError if it refuses the key or does not
+        serve the model.
         """
         answer = await self.wait_until_up(no_sign_seconds)
         if answer.status_code == 401:
@@ -101,10 +102,8 @@ class HttpClient:
         """Return the server's answer on /models. Wait while a local server listens or starts.
 
         A server on this machine may still be loading its model, or may not listen yet: it is
-        awaited until
-        there was no sign of it for `no_sign_seconds`, and after NOTICE_SECONDS standard error says
-        so. Servers
-        elsewhere are asked once. Raises ConnectionError.
+        awaited until there was no sign of it for `no_sign_seconds`, and after NOTICE_SECONDS
+        standard error says so. Servers elsewhere are asked once. Raises ConnectionError.
         """
         url = httpx.URL(self.base_url)
         is_here, port = url.host in LOOPBACK, url.port or 80
@@ -136,8 +135,7 @@ class HttpClient:
         """Request one completion.
 
         Raises RuntimeError with the message of a refusal, ContextFull if the conversation leaves no
-        room,
-        ConnectionError if the server is gone.
+        room, ConnectionError if the server is gone.
         """
         return (await self.chat_group(prompt, sampling, 1))[0]
 
@@ -152,8 +150,7 @@ class HttpClient:
         """Request `count` completions of one prompt, with consecutive seeds from `sampling.seed`.
 
         A Hone server reports progress under `name` and continues from the tokens in `so_far`. A
-        named
-        request is encoded once, so its content must not change.
+        named request is encoded once, so its content must not change.
         """
         body = {
             "model": self.model,

@@ -3,8 +3,7 @@
     httpx.AsyncClient(transport=Wire())      headers, JSON and errors stay those of httpx
 
 httptools parses answers, which are read in one piece. The read timeout covers the whole answer.
-Proxies are not
-supported (`is_direct` says where none applies), and HEAD requests are refused.
+Proxies are not supported (`is_direct` says where none applies), and HEAD requests are refused.
 """
 
 import asyncio

@@ -4,9 +4,8 @@
                                                   └─ any mistake ─► ConfigError: key, file, found, accepted, nearest
 
 pydantic provides types, bounds and validation. pydantic-config also reads `@ file.toml`. This
-reader adds messages
-that name a bad key's file and the nearest valid key, `--help` made from the types, and a start
-without heavy imports.
+reader adds messages that name a bad key's file and the nearest valid key, `--help` made from the
+types, and a start without heavy imports.
 """
 
 import difflib

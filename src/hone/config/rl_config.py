@@ -1,8 +1,7 @@
 """Configuration of `rl`, `trainer` and `orchestrator`.
 
 In `rl`, keys that the components share stand once at the top. A component's own file (`--trainer @
-train.toml`)
-repeats them; `rl` hoists them from there and refuses components that differ.
+train.toml`) repeats them; `rl` hoists them from there and refuses components that differ.
 """
 
 from typing import Annotated, Any, Literal

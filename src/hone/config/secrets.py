@@ -1,8 +1,7 @@
 """Keep secrets out of files and logs, by key names and by values that look like keys.
 
 A process that is started from a written configuration receives its secrets in the environment
-variable
-SECRETS_VARIABLE, which only its user can read.
+variable SECRETS_VARIABLE, which only its user can read.
 """
 
 import json

@@ -3,8 +3,7 @@
     series (metrics.jsonl), steps (averages of the rollouts) ─► one check after another ─► findings, the worst first
 
 A check is a function that returns a finding or None. Where one finding explains another (truncated
-completions
-explain rewards of 0), only the explanation is reported.
+completions explain rewards of 0), only the explanation is reported.
 """
 
 from collections.abc import Callable

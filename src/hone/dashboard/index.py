@@ -5,8 +5,7 @@
     results.jsonl of evaluations ┘
 
 Each run has one index in the user's cache directory, which is updated incrementally. Rollouts are
-not stored whole:
-they are read from their files, at the offset of their line.
+not stored whole: they are read from their files, at the offset of their line.
 """
 
 import contextlib
@@ -285,8 +284,7 @@ class Index:
         """Return the matching rows and their total number.
 
         `wanted` may have step_from, step_to, reward_from, reward_to, tokens_from, tokens_to, env,
-        stop,
-        unused, group, example and text. Raises ValueError for an unknown `sort`.
+        stop, unused, group, example and text. Raises ValueError for an unknown `sort`.
         """
         if sort not in SORTED_BY:
             raise ValueError(f"sort {sort!r}: {', '.join(SORTED_BY)}")

@@ -3,15 +3,12 @@
     ROOT/.hone/jobs/NAME/   job.json (definition and state), COMMAND.toml, log.txt
 
 A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in its own session:
-it continues when
-the dashboard ends, and another dashboard finds it. Stopping a job asks it to write a checkpoint and
-exit
-(`hone/preemption.py`).
+it continues when the dashboard ends, and another dashboard finds it. Stopping a job asks it to
+write a checkpoint and exit (`hone/preemption.py`).
 
 Others may be able to write into ROOT. So job.json is signed, together with what it runs, by a key
-of the user
-(`signing_key`). A job without this signature is shown as foreign, and never started, signalled or
-removed.
+of the user (`signing_key`). A job without this signature is shown as foreign, and never started,
+signalled or removed.
 """
 
 import contextlib

@@ -3,8 +3,7 @@
     waiting ─ plan: a slot, pages, shared prefix ─► prefilling, in stretches ─► decoding (`engine.py`)
 
 A request whose prompt is already being prefilled for another request becomes its sibling: both
-share the full pages
-of the prompt.
+share the full pages of the prompt.
 """
 
 from collections import defaultdict, deque
@@ -106,8 +105,7 @@ class Admission:
         """Finish the prefill of these sequences and their siblings.
 
         They share the full pages of the prompt. The last, partial page is copied for each sibling,
-        since
-        decoding writes to it.
+        since decoding writes to it.
         """
         source, target, most = [], [], 0
         for leader in leaders:

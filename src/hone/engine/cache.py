@@ -1,8 +1,7 @@
 """KV cache in pages: layers x (k, v) x pages x PAGE x K x E.
 
 With pages a group's prompt is stored once, prompts share common beginnings, and a sequence occupies
-only its
-length. Kernels read pages in place (`kernels/decode.py`).
+only its length. Kernels read pages in place (`kernels/decode.py`).
 """
 
 import numpy as np

@@ -4,8 +4,7 @@
                            └─ packed: one call for all layers ─ logits ───────────────────────┘
 
 The engine calls it step by step, or `graphs.py` captures it once and replays it. The packed model
-takes several
-steps in one call, draws included, if nobody needs logits.
+takes several steps in one call, draws included, if nobody needs logits.
 """
 
 from dataclasses import replace
@@ -32,7 +31,8 @@ class Decoder:
     """The model and the sampler of a decode step.
 
     Attributes:
-        packed: compiled model for requests without adapters; None unless the model is small and on a CPU.
+        packed: compiled model for requests without adapters; None unless the model is small and on
+            a CPU.
         stays_on_device: True if a step needs no host work, so that CUDA graphs can capture it.
     """
 

@@ -5,13 +5,10 @@
         passed to `on_finish`, slot and pages freed ◄── look: which are done? ◄──┴── some decode steps
 
 Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop
-tests run on the
-device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and the host examines
-the results of the
-previous window while the current one runs, so that the device never waits for the host. A small
-model on a CPU takes
-them in one compiled call (`packed_model.py`). Requests are admitted in order of arrival, and the
-pages of their longest
+tests run on the device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and
+the host examines the results of the previous window while the current one runs, so that the device
+never waits for the host. A small model on a CPU takes them in one compiled call
+(`packed_model.py`). Requests are admitted in order of arrival, and the pages of their longest
 completion are reserved then, so that no admitted sequence waits for another.
 """
 
@@ -99,8 +96,7 @@ class Engine:
         """Set up an engine without requests.
 
         With `stand_in`, CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`);
-        which
-        requests are computed together then depends on timing.
+        which requests are computed together then depends on timing.
         """
         weight, spec = model.embed.weight, model.spec
         limit = spec.max_position_embeddings
@@ -179,8 +175,7 @@ class Engine:
         """Queue a request. max_tokens is reduced to what fits.
 
         Raises ContextFull for a prompt that leaves no room, and ValueError for an empty prompt,
-        unknown token
-        ids, or an adapter that is not loaded.
+        unknown token ids, or an adapter that is not loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:

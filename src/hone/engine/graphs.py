@@ -2,16 +2,12 @@
 check.
 
 A graph has a number of rows (padded with the spare slot), a kind of sampling, adapters or none, and
-a way to read the
-cache: with or without shared pages, each sequence whole or divided, for long or short sequences. It
-is captured on
-first use. A server's requests arrive one by one, so any number of rows may be needed for a few
-steps: there a graph
-with more rows stands in (except for shared pages) until its spare rows have cost as much as a
-capture, and some sizes
-are captured at the start (`warm_up.py`). All that changes between replays (active slots, pages,
-lengths) is in tensors
-at fixed addresses, as are the weights.
+a way to read the cache: with or without shared pages, each sequence whole or divided, for long or
+short sequences. It is captured on first use. A server's requests arrive one by one, so any number
+of rows may be needed for a few steps: there a graph with more rows stands in (except for shared
+pages) until its spare rows have cost as much as a capture, and some sizes are captured at the start
+(`warm_up.py`). All that changes between replays (active slots, pages, lengths) is in tensors at
+fixed addresses, as are the weights.
 """
 
 from __future__ import annotations

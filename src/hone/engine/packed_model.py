@@ -29,8 +29,7 @@ class Quickest:
     """Choose the fastest of several equivalent ways by timing them in use.
 
     All are tried there and back, twice, so that work that grows from call to call favours none. The
-    best
-    is used for a while, then all are tried again.
+    best is used for a while, then all are tried again.
     """
 
     KEPT = 100  # calls

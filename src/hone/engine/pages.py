@@ -1,11 +1,9 @@
 """Page allocation of the KV cache: reference counts, prefix sharing and reuse.
 
 A page holds the keys and values of PAGE consecutive tokens. Full pages are found again by their
-tokens and the page
-before them, so that requests with the same beginning share them. Unused pages are kept until room
-is needed, the
-least recently used go first. Pages are never shared between adapters or versions of the weights
-(`forget_prefixes`).
+tokens and the page before them, so that requests with the same beginning share them. Unused pages
+are kept until room is needed, the least recently used go first. Pages are never shared between
+adapters or versions of the weights (`forget_prefixes`).
 """
 
 from collections import OrderedDict

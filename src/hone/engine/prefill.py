@@ -4,10 +4,8 @@
                                           └─ as one CUDA graph ───┘
 
 Launching the kernels of a pass takes the host as long as about 4,000 tokens take an H200 (0.6B
-parameters). So on a
-GPU a pass over whole prompts becomes a graph when its rounded shape occurs for the second time. A
-larger pass's graph
-stands in until its padding has cost as much as launching.
+parameters). So on a GPU a pass over whole prompts becomes a graph when its rounded shape occurs for
+the second time. A larger pass's graph stands in until its padding has cost as much as launching.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Device state of running sequences: one slot each, from admission to the end.
 
 Slots do not move; `active` lists those that decode. A step reads and writes them on the device
-only, so that several
-steps run before the host looks (`kernels/row_state.py` defines the columns).
+only, so that several steps run before the host looks (`kernels/row_state.py` defines the columns).
 """
 
 import math
@@ -107,8 +106,7 @@ class Slots:
         """Return tokens `first` to `end` (exclusive) of these slots and their logprobs.
 
         Reads no further than the snapshot, on a GPU beside running work, since nothing writes there
-        any more.
-        Logprobs have nine digits, which suffice for float32 and halve their text.
+        any more. Logprobs have nine digits, which suffice for float32 and halve their text.
         """
         wanted = slice(first, end)
         if self.reader is None:

@@ -53,10 +53,8 @@ def draw_tokens(
     """Draw a token for every active slot that is not done; store it and its logprob in the slot.
 
     Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it
-    is the
-    first whose cumulative probability exceeds the uniform number, among tokens whose logit is at
-    least the
-    threshold. The logprob is that of `plain_BV` at the slot's logprob temperature.
+    is the first whose cumulative probability exceeds the uniform number, among tokens whose logit
+    is at least the threshold. The logprob is that of `plain_BV` at the slot's logprob temperature.
 
     Args:
         advance: True if the step stored the last token's keys.
@@ -164,8 +162,8 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
     """Return each row's smallest logit that top-k, then top-p of the rest, and min-p keep.
 
     top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020);
-    min-p keeps
-    those with at least that share of the likeliest one's probability (Nguyen et al. 2024).
+    min-p keeps those with at least that share of the likeliest one's probability (Nguyen et al.
+    2024).
     """
     V = logits_BV.shape[1]
     temperature_B1 = parameters[:, column.TEMPERATURE, None]

@@ -1,9 +1,11 @@
-"""Environments: tasks with a reward, written with the names and signatures of verifiers' v0 protocol.
+"""Environments: tasks with a reward, written with the names and signatures of verifiers' v0
+protocol.
 
-import hone.environments as vf
-vf.SingleTurnEnv(dataset=…, system_prompt=…, parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
+import hone.environments as vf vf.SingleTurnEnv(dataset=…, system_prompt=…,
+parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
 
-What v0 does with an environment (`rollout`, `generate`, `evaluate`) is Hone's own: see `environment.py`.
+What v0 does with an environment (`rollout`, `generate`, `evaluate`) is Hone's own: see
+`environment.py`.
 """
 
 import importlib

@@ -1,8 +1,7 @@
 """Run a rollout with retries; the last failure becomes a rollout that carries its error.
 
 Training and evaluation count the same failures: an environment that raises or cancels itself, a
-timeout, a reward
-that is not a finite number.
+timeout, a reward that is not a finite number.
 """
 
 import asyncio
@@ -32,7 +31,8 @@ async def attempt(
     Args:
         timeout: seconds per try.
         failures: counter of failures by cause.
-        needs_tokens: also fail rollouts without the ids of the sampled tokens, which cannot be trained on.
+        needs_tokens: also fail rollouts without the ids of the sampled tokens, which cannot be
+            trained on.
     """
     error = ""
     for _ in range(1 + retries):

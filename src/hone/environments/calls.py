@@ -64,8 +64,7 @@ async def call_function(
     """Call a function with those of the `available` values that it names, and return its result.
 
     Raises OutOfTime after `timeout` seconds; a sync function then continues in its thread,
-    unattended.
-    Raises ExitInUserCode if the function tries to end the process.
+    unattended. Raises ExitInUserCode if the function tries to end the process.
     """
     names = parameter_names(function)
     arguments = available if names is None else {k: available[k] for k in names if k in available}

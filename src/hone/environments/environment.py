@@ -110,8 +110,7 @@ class Environment(ABC):
         """Return a good answer to `messages`: text or a message with tool calls; None if unknown.
 
         `hone env data` makes SFT data from it and `hone env check` checks rewards with it. The
-        default is the
-        example's answer as the parser writes it.
+        default is the example's answer as the parser writes it.
         """
         return None if example.answer == "" else self.parser.write(str(example.answer))
 

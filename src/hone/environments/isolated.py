@@ -6,9 +6,8 @@
              ◄─ {"done": 7, rollout} or {"error": 7} ──
 
 Messages are lines of JSON over the worker's standard input and output. A dead worker is replaced;
-its rollouts fail
-and are retried like others. A stopped worker is killed, and so is one that blocks while a rollout
-is out of time.
+its rollouts fail and are retried like others. A stopped worker is killed, and so is one that blocks
+while a rollout is out of time.
 """
 
 import asyncio

@@ -29,10 +29,8 @@ class JudgeRubric(Rubric):
     state)`.
 
     judge_prompt has {question}, {answer} and {response}. judge_client is an `openai` client;
-    without it
-    `base_url` and the key in the environment variable `api_key_var` are used. Answers are cached in
-    the
-    rollout's state, so that several functions ask once.
+    without it `base_url` and the key in the environment variable `api_key_var` are used. Answers
+    are cached in the rollout's state, so that several functions ask once.
     """
 
     def __init__(

@@ -72,8 +72,7 @@ class Comparer:
     """A pool of comparison processes that end with this one.
 
     A comparison has `timeout` seconds from its start in a process; starting a process and waiting
-    for a
-    free one do not count. A timeout kills the process; another is started on demand.
+    for a free one do not count. A timeout kills the process; another is started on demand.
     """
 
     def __init__(self, timeout: float, workers: int = 1) -> None:

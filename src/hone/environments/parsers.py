@@ -110,8 +110,7 @@ class XMLParser(Parser):
     """Parse fields written as `<field>…</field>`. A tuple of names accepts any of them.
 
     `parse` returns an object with one attribute per name, None for missing tags. `parse_answer`
-    returns
-    `answer_field` (by default the last field) of the last assistant message that has it.
+    returns `answer_field` (by default the last field) of the last assistant message that has it.
     """
 
     def __init__(

@@ -23,8 +23,7 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     """Load an environment by calling its package's `load_environment(**env_args)`.
 
     Environments of the verifiers library run in a process of their own. Raises ValueError for an
-    unknown id
-    (with the nearest installed one) or arguments that it does not accept.
+    unknown id (with the nearest installed one) or arguments that it does not accept.
     """
     return _load_configured(EnvConfig(id=env_id, args=env_args))
 

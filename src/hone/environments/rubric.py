@@ -41,17 +41,13 @@ class Rubric:
     """reward = sum of weight x value over the functions; values are also metrics by function name.
 
     A function takes by name what it needs of prompt, completion, answer, state, info, task, parser
-    and what
-    `add_class_object` added (or everything with `**kwargs`), and returns a float, sync or async. A
-    function
-    that takes a plural name (completions, states, …) receives lists over all rollouts of an example
-    and
-    returns a list. Functions of weight 0 are only metrics.
+    and what `add_class_object` added (or everything with `**kwargs`), and returns a float, sync or
+    async. A function that takes a plural name (completions, states, …) receives lists over all
+    rollouts of an example and returns a list. Functions of weight 0 are only metrics.
 
     A function that raises or returns no finite number fails its rollout, which is retried like
-    others. With
-    `on_error` "zero" it counts 0 instead, and in the metric `reward_raised`. Either way it is
-    logged once.
+    others. With `on_error` "zero" it counts 0 instead, and in the metric `reward_raised`. Either
+    way it is logged once.
     """
 
     on_error = "fail"

@@ -3,10 +3,8 @@
     run(code) ─► unshare ─► sandbox_keeper.py ─► session        (own process namespace, network and files)
 
 Linux namespaces, limits and a system call filter contain it; it can start threads but no processes.
-`Sandbox.start`
-refuses, with the reason, on machines that lack these. Answers report what was killed or truncated,
-and the next call
-works.
+`Sandbox.start` refuses, with the reason, on machines that lack these. Answers report what was
+killed or truncated, and the next call works.
 """
 
 import asyncio
@@ -31,8 +29,7 @@ class Limits:
     """Limits of one session.
 
     `seconds` per call; bytes of `memory`, of one `file`, of all files (`disk`), of displayed
-    `output`;
-    `cpu` seconds per session; number of `threads`.
+    `output`; `cpu` seconds per session; number of `threads`.
     """
 
     seconds: float = 10.0

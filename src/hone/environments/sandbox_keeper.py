@@ -3,9 +3,10 @@
     stdin {"code", "seconds"} ─► keeper, process 1 of its namespace ─ pipe ─► session, a fork without privileges
     stdout {"text"}           ◄─                                   ◄─ its output, and a byte at the end of a call
 
-The session sees its own root directory: the system's programs and Python, read-only, and a folder in memory. It can
-start threads but no process, so its limits are those of the sandbox and one signal stops or ends all of it. It is
-stopped between calls; a session that dies or takes too long is replaced. Only the standard library is imported.
+The session sees its own root directory: the system's programs and Python, read-only, and a folder
+in memory. It can start threads but no process, so its limits are those of the sandbox and one
+signal stops or ends all of it. It is stopped between calls; a session that dies or takes too long
+is replaced. Only the standard library is imported.
 """
 
 import ast
@@ -109,10 +110,10 @@ def mount_home(path, disk):
 def filter_system_calls():
     """Install a seccomp filter for this process and its threads.
 
-    It refuses calls that start processes, make namespaces, mount, trace, use kernel memory that no limit counts, or
-    reach into the kernel, and sockets of families that a network namespace does not contain (vsock). A filter cannot
-    see the flags of clone3, so that call is reported as not implemented, as are all calls newer than Linux 5.10; the C
-    library then uses clone.
+    It refuses calls that start processes, make namespaces, mount, trace, use kernel memory that no
+    limit counts, or reach into the kernel, and sockets of families that a network namespace does
+    not contain (vsock). A filter cannot see the flags of clone3, so that call is reported as not
+    implemented, as are all calls newer than Linux 5.10; the C library then uses clone.
     """
     architecture, clone, socket, first_new, refused = SYSTEM_CALLS[os.uname().machine]
     load, equal, any_bit, at_least, end = 0x20, 0x15, 0x45, 0x35, 0x06

@@ -216,8 +216,7 @@ class StatefulToolEnv(ToolEnv):
     """Tools with extra arguments from the rollout that the model does not see.
 
     `add_tool(tool, args_to_skip=["path"])` hides them; override `update_tool_args(tool_name,
-    tool_args,
-    messages, state)` to return the arguments with them.
+    tool_args, messages, state)` to return the arguments with them.
     """
 
     def update_tool_args(

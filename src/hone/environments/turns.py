@@ -49,8 +49,7 @@ class MultiTurnEnv(Environment):
     async.
 
     `state` has prompt, completion (messages so far), answer, info, task, example_id, turn (number
-    of model
-    turns), trajectory (prompt and completion of each turn), and what the environment adds.
+    of model turns), trajectory (prompt and completion of each turn), and what the environment adds.
     """
 
     times_its_calls = (

@@ -1,6 +1,7 @@
 """Endpoint registries: names for servers, as Python (`ENDPOINTS = {…}`) or TOML.
 
-An entry has "model" and either "url" and "key" (the name of a variable) or "base_url" and "api_key" (the key).
+An entry has "model" and either "url" and "key" (the name of a variable) or "base_url" and "api_key"
+(the key).
 """
 
 import os

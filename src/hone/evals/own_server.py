@@ -46,8 +46,7 @@ def endpoint_for(
     """Yield the given or named server, or start one for a model that can be loaded here.
 
     The default local server is used if it serves the model, unless a `chat_template` is given,
-    which needs
-    a server of its own. Raises ValueError if there is none.
+    which needs a server of its own. Raises ValueError if there is none.
     """
     found, path = None, Path(model).expanduser()
     if (

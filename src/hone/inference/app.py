@@ -127,12 +127,14 @@ class KeyGuard:
 
 
 class PageGuard:
-    """Keep web pages from using a server without a key through the browser of somebody on its machine.
+    """Keep web pages from using a server without a key through the browser of somebody on its
+    machine.
 
-    A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1 (DNS rebinding),
-    read the answers. So on loopback the Host header must be an address, localhost or the machine's name. On every
-    address, requests other than GET must not come from a page of elsewhere, and their body must be declared as JSON,
-    which a page cannot do without a preflight request.
+    A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1
+    (DNS rebinding), read the answers. So on loopback the Host header must be an address, localhost
+    or the machine's name. On every address, requests other than GET must not come from a page of
+    elsewhere, and their body must be declared as JSON, which a page cannot do without a preflight
+    request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -190,8 +192,9 @@ def is_address(host: str) -> bool:
 
 
 class Limit:
-    """Refuses bodies that are larger than any request that could be answered or do not come, and requests beyond those
-    that a server may have open; lets go of clients that do not read."""
+    """Refuses bodies that are larger than any request that could be answered or do not come, and
+    requests beyond those that a server may have open; lets go of clients that do not read.
+    """
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
         self.app, self.served, self.open = app, served, 0

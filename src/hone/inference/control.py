@@ -1,5 +1,5 @@
-"""Control of a server: pause, new weights, proof of what it serves. Behind the key if there is one, else from this
-machine alone.
+"""Control of a server: pause, new weights, proof of what it serves. Behind the key if there is one,
+else from this machine alone.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},

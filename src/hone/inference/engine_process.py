@@ -6,8 +6,7 @@ GIL.
                            └───── results, by the number of the call ◄──────┘
 
 The sockets have no name, so only these two processes read or write them; values are pickled. The
-engine exits when
-the server is gone; the server exits, to be restarted, when the engine is.
+engine exits when the server is gone; the server exits, to be restarted, when the engine is.
 """
 
 import asyncio

@@ -7,15 +7,13 @@ torch.
     awaiting futures ◄─ call_soon_threadsafe, once per step ◄── finished requests ◄┘   (lockstep: once all are done)
 
 Requests made in one turn of the event loop reach the engine together, so the rollouts of a group
-share their prompt.
-In lockstep mode completions are held until the engine is idle: batches then do not depend on
-timing, so runs repeat to
-the bit, and reward functions do not compete with decoding for cores.
+share their prompt. In lockstep mode completions are held until the engine is idle: batches then do
+not depend on timing, so runs repeat to the bit, and reward functions do not compete with decoding
+for cores.
 
 Compute is the main thread because the OpenMP runtime counts worker threads over all threads that
-ever computed: with
-more of them than cores it puts workers to sleep after every operation, which makes small ones three
-times slower.
+ever computed: with more of them than cores it puts workers to sleep after every operation, which
+makes small ones three times slower.
 """
 
 import asyncio
@@ -141,8 +139,8 @@ class EngineService:
         """Stop computing until `resume`; requests are still accepted. Returns once stopped.
 
         Args:
-            mode: keep: running requests continue after `resume`, with the weights of then; wait: they finish
-                first; abort: all requests end now with the tokens they have.
+            mode: keep: running requests continue after `resume`, with the weights of then; wait:
+                they finish first; abort: all requests end now with the tokens they have.
         """
 
         def stop_engine() -> None:

@@ -18,8 +18,8 @@ log = logging.getLogger("hone.inference")
 def find_allowed_directories(config: InferenceConfig) -> list[Path]:
     """Return the directories that a server's weights and adapters may be read from.
 
-    Unless the configuration names them these are the working directory, $OUTPUT_DIR if it is set, and the directory
-    that the model's is in.
+    Unless the configuration names them these are the working directory, $OUTPUT_DIR if it is set,
+    and the directory that the model's is in.
     """
     if config.allowed_dirs is not None:
         return config.allowed_dirs

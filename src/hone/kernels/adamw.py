@@ -3,9 +3,8 @@
     gradient, moments, fp32 master ─► moments, master, and the weight in its own type
 
 A second moment changes by a thousandth of itself per step, less than bfloat16 resolves: rounded to
-nearest it would
-not move. It is rounded stochastically instead, which is correct on average. A seed repeats the
-draws.
+nearest it would not move. It is rounded stochastically instead, which is correct on average. A seed
+repeats the draws.
 """
 
 import math
@@ -49,8 +48,7 @@ class AdamW:
     moments.
 
     Tensors must stay at their addresses. All but the weights may be on another device. `decays` is
-    the
-    weight decay of each weight.
+    the weight decay of each weight.
     """
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:

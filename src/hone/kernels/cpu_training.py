@@ -3,8 +3,7 @@
     x ─ add, norm, qkv, heads, attention ─► mixed ─ out, add, norm, gate_up, swiglu, down ─►        mix, feed
 
 Results have the bits of the separate operations, which for a small model take less time than the
-Python between them.
-Implemented in `kernels/cpu/block.py`.
+Python between them. Implemented in `kernels/cpu/block.py`.
 """
 
 from typing import Any

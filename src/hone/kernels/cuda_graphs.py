@@ -12,8 +12,7 @@ class Captured:
     runs.
 
     With `stand_in`, graphs of larger work do smaller work until a graph of its own would pay off.
-    The last
-    bits of a result then depend on what was captured before.
+    The last bits of a result then depend on what was captured before.
     """
 
     def __init__(self, stand_in: bool = False) -> None:

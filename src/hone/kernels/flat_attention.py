@@ -2,8 +2,8 @@
 (`cpu/attention.py`).
 
 A sequence is (start, length, prefix start, prefix length); each token sees the prefix and its
-sequence up to itself.
-Sequences that share a prefix, and the prefix itself, are adjacent and form a group.
+sequence up to itself. Sequences that share a prefix, and the prefix itself, are adjacent and form a
+group.
 """
 
 from dataclasses import dataclass

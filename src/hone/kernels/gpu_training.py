@@ -4,10 +4,9 @@
       ─ add, norm, linear ─► gate_up ─ swiglu, linear ─►                             norm_linear, swiglu_linear
 
 Kept between forward and backward are the normed sums, qkv, attention's output, and gate_up: 28 KiB
-per token and layer
-at Qwen3-0.6B's shape, where keeping all would take 44. The gradient kernels recompute the rest.
-Implemented in
-`kernels/gpu/training_kernels.py` and `attention.py`; tests compare with `tests/twins.py`.
+per token and layer at Qwen3-0.6B's shape, where keeping all would take 44. The gradient kernels
+recompute the rest. Implemented in `kernels/gpu/training_kernels.py` and `attention.py`; tests
+compare with `tests/twins.py`.
 """
 
 from collections.abc import Sequence
@@ -84,8 +83,7 @@ def heads_attention(
     prefixes.
 
     Queries and keys are normalized if there are scales, and rotated by cos and sin, P x E, of their
-    positions.
-    `tiles` are those of the sequences (`kernels/gpu/attention.py`).
+    positions. `tiles` are those of the sequences (`kernels/gpu/attention.py`).
     """
     inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, tiles, eps, H)
     out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]

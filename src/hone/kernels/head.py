@@ -6,9 +6,8 @@
                      └───────── recomputed ─► softmax ─► gradients ◄─┘  backward                     (head_logprobs)
 
 The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. If the
-loss of a chunk
-does not depend on the others its gradients are computed with its logits; else logits are computed
-twice.
+loss of a chunk does not depend on the others its gradients are computed with its logits; else
+logits are computed twice.
 """
 
 from collections.abc import Callable

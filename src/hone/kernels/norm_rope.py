@@ -24,8 +24,7 @@ def norm_rope(
     unchanged.
 
     q and k are normalized over E and scaled, if there are scales, and rotated to their positions.
-    `sin`'s
-    first half is negated.
+    `sin`'s first half is negated.
     """
     K = (qkv_TNE.shape[1] - H) // 2
     if q_scale_E is None or k_scale_E is None:

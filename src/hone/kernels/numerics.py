@@ -4,8 +4,8 @@
     exact    one order everywhere, so that sampler and trainer have the same bits
 
 For GPU kernels. Products whose result fills the chip are torch's, which then sums each number in
-one piece, from
-first to last; smaller ones use a kernel that does the same (`benchmarks/order_gpu.py`).
+one piece, from first to last; smaller ones use a kernel that does the same
+(`benchmarks/order_gpu.py`).
 """
 
 PARTS = frozenset(("products", "norms", "attention", "head"))

@@ -33,8 +33,7 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return a CPU tensor of at least one number in pinned memory.
 
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError if
-    memory is
-    short.
+    memory is short.
     """
     size = shape.numel() * dtype.itemsize
     pages = _Pages(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

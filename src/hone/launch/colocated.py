@@ -5,11 +5,9 @@ adapters.
                      event loop + compute thread   compute thread         the engine reads the same storage
 
 On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes
-what the trainer has
-launched; a thread would delay its launches. If nothing else is due before the next step, its
-requests are made
-meanwhile, so that the engine starts when the trainer ends. The trainer's numbers are read after
-that.
+what the trainer has launched; a thread would delay its launches. If nothing else is due before the
+next step, its requests are made meanwhile, so that the engine starts when the trainer ends. The
+trainer's numbers are read after that.
 """
 
 import asyncio

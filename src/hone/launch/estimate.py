@@ -17,8 +17,7 @@ def memory_lines(config: Config) -> list[str]:
     """Return one line for training and one for sampling, as far as the command has them.
 
     If the model's config.json is not on this machine, the line says so. Raises ValueError for one
-    that
-    cannot be read.
+    that cannot be read.
     """
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig):

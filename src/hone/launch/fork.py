@@ -4,8 +4,7 @@
     RUN/metrics.jsonl, rows to N ─► DIR/metrics.jsonl    run_rl.json: {"fork": {"run", "step", "changed"}}
 
 Weights, optimizer and data position are those of the other run. The data position restarts if what
-it counts has
-changed (number of prompts, environments). The other run is not changed.
+it counts has changed (number of prompts, environments). The other run is not changed.
 """
 
 import json

@@ -24,8 +24,7 @@ class Component:
     """A process of a run.
 
     `role` is its command; `gpus` are indices among the run's GPUs there; with `restarts` it is
-    started again
-    when killed, without ending the run; `node`: of a Slurm job, "" for this machine.
+    started again when killed, without ending the run; `node`: of a Slurm job, "" for this machine.
     """
 
     role: str

@@ -214,8 +214,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     """Return when orchestrator and trainer have succeeded, or the follower stops the run.
 
     Inference that is killed is restarted: the orchestrator loads the current weights before it
-    sends
-    requests. Raises ValueError with the cause if a component fails.
+    sends requests. Raises ValueError with the cause if a component fails.
     """
     kills: deque[float] = deque(maxlen=KILLS)
     trainers, is_told = [child for child in children if child.is_trainer], False

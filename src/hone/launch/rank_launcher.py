@@ -2,8 +2,7 @@
 does.
 
 On several nodes, run it once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the
-first node. Unlike
-torchrun it forwards SIGUSR1, which asks a run to stop.
+first node. Unlike torchrun it forwards SIGUSR1, which asks a run to stop.
 """
 
 import argparse

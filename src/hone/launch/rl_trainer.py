@@ -44,8 +44,9 @@ class RLTrainer:
         args: the keys of `[trainer.args]`.
         env_args: arguments of the environment.
         inference: flags of the sampler, as in `[inference.args]`.
-        callbacks: called after each step with its number and its row of metrics.jsonl; returning False stops
-            training there (with several processes at once, keeping existing checkpoints).
+        callbacks: called after each step with its number and its row of metrics.jsonl; returning
+            False stops training there (with several processes at once, keeping existing
+            checkpoints).
 
     Raises ValueError for invalid combinations.
     """

@@ -45,8 +45,7 @@ class Follower:
     """Report what appears in a run's files to a watcher, from the step after `told` on.
 
     Nothing is reported before the run's trainer has claimed the directory and is alive, so that
-    files of an
-    earlier run are ignored.
+    files of an earlier run are ignored.
     """
 
     def __init__(

@@ -4,10 +4,9 @@ peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapt
 per fused weight
 
 All loaded adapters are concatenated: h = A_all x, then h is zeroed where the token uses another
-adapter, then B_all h. A
-handful of small adapters costs two thin products per weight, has no branches, and so fits into a
-CUDA graph. The parts
-of a fused weight (q, k, v; gate, up) have separate adapters: B is zero between them.
+adapter, then B_all h. A handful of small adapters costs two thin products per weight, has no
+branches, and so fits into a CUDA graph. The parts of a fused weight (q, k, v; gate, up) have
+separate adapters: B is zero between them.
 """
 
 import json
@@ -150,9 +149,8 @@ class Adapters:
     """The adapters of a model by name.
 
     `which` has the adapter numbers of the tokens of the current forward pass, as tensors keyed by
-    their
-    length: one for all tokens, one for those that the last block keeps. Empty if no token has an
-    adapter.
+    their length: one for all tokens, one for those that the last block keeps. Empty if no token has
+    an adapter.
     """
 
     def __init__(self, model: Transformer) -> None:

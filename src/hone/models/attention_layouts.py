@@ -9,10 +9,8 @@ A token sees its own sequence up to itself and the prefix that the sequence cont
 A prompt that n samples of a group share is computed once.
 
 On a GPU in half precision, and on a CPU with the compiled kernels, attention works on the flat
-layout. Elsewhere
-sequences of similar length share a rectangle, so that padding at most doubles the attention work
-and never reaches the
-linear layers.
+layout. Elsewhere sequences of similar length share a rectangle, so that padding at most doubles the
+attention work and never reaches the linear layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -173,8 +171,7 @@ class ContinuedAttention(FlatAttention):
     """Attention of `lengths` new tokens after `before` tokens whose keys and values are given.
 
     Queries are laid end to end; so are keys and values, each sequence's earlier ones and then its
-    new ones.
-    No gradient.
+    new ones. No gradient.
     """
 
     def __init__(

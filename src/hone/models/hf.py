@@ -144,8 +144,7 @@ def load_model(
     """Load a model directory, ready to train or sample.
 
     `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError if
-    weights are
-    missing, unexpected or of another shape than `config.json` says.
+    weights are missing, unexpected or of another shape than `config.json` says.
     """
     spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
     model = empty_model(spec, dtype, "cpu" if random_init else device)
@@ -236,9 +235,10 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return the files of a model's weights, and the file of each tensor where an index lists them.
 
-    An index decides, whatever lies beside its files; then model.safetensors; then the shards of one save; then all
-    other *.safetensors files but those of adapters, optimizers and the original format of the weights.
-    Raises ValueError where there are none or the index names files that are missing.
+    An index decides, whatever lies beside its files; then model.safetensors; then the shards of one
+    save; then all other *.safetensors files but those of adapters, optimizers and the original
+    format of the weights. Raises ValueError where there are none or the index names files that are
+    missing.
     """
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
@@ -347,7 +347,8 @@ def write_description(
 ) -> None:
     """Write the files of an HF directory but the weights.
 
-    Without `with_text` tokenizer and template are left out; a `chat_template` replaces that of `source`.
+    Without `with_text` tokenizer and template are left out; a `chat_template` replaces that of
+    `source`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in TEXT_FILES if with_text else []:

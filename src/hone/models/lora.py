@@ -4,8 +4,7 @@
     adapter        B_q A_q │ B_k A_k │ …     B_OR   B of q, k and v on the diagonal, 0 elsewhere
 
 Saved as peft does (adapter_config.json, adapter_model.safetensors), or merged into a plain model.
-Adapters that a
-server loads beside a model are in `adapters.py`.
+Adapters that a server loads beside a model are in `adapters.py`.
 """
 
 import json
@@ -199,8 +198,7 @@ class Merged:
     """What samplers read of a model in training: without adapters, the model itself.
 
     With adapters, `model` is a plain one that shares all weights except those with adapters, which
-    are the
-    sums as of the last `follow_step`.
+    are the sums as of the last `follow_step`.
     """
 
     def __init__(self, trained: Transformer) -> None:

@@ -2,8 +2,8 @@
 torch.
 
 `ModelSpec` is the dense family; other families derive from it (`families/`) and override what
-differs. Code that
-depends on the feed-forward part of a block, or on a fast path's support for the model, asks here.
+differs. Code that depends on the feed-forward part of a block, or on a fast path's support for the
+model, asks here.
 """
 
 import json

@@ -1,16 +1,14 @@
 """The one model definition, for training and for sampling.
 
 All tokens of a call are laid end to end on one flat axis T, without padding; the attention object
-that is passed in
-decides which of them see each other:
+that is passed in decides which of them see each other:
 
     tokens_T, positions_T ─ embed ─► x_TD ─┬─ norm ─ qkv ─ attend(layer, qkv, heads: q/k norm, rope) ─ out ─┬─►
                                            └──────────────────────── residual ──────────────────────────────┘
     training and prefill pass PackedAttention (sequences end to end), decoding passes the KV cache.
 
-Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` maps them to Hugging Face names.
-Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V
-vocabulary.
+Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` maps them to Hugging Face names. Shapes:
+T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
 """
 
 import math
@@ -100,8 +98,7 @@ class Linear(nn.Module):
         O.
 
         For even fewer tokens the result is added to the stream, and the second value is the norm of
-        that, if
-        one is given.
+        that, if one is given.
         """
         if self.delta is not None:
             return stream_TO, self(x_TI)
@@ -393,8 +390,7 @@ class Transformer(nn.Module):
         """Return final normalized hidden states of tokens at positions in their own sequences.
 
         With `keep_N` (indices into T without repeats) only those rows are returned, N x D. The last
-        block then
-        computes only keys and values of the others.
+        block then computes only keys and values of the others.
         """
         return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 

@@ -1,8 +1,7 @@
 """Trackers of metrics and samples: Weights & Biases, TensorBoard.
 
 A tracker takes rows of metrics and, for some steps, rollouts as a table and as distributions. A
-tracker that fails is
-reported once, and the run continues without it.
+tracker that fails is reported once, and the run continues without it.
 """
 
 import importlib.util

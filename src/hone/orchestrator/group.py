@@ -126,8 +126,7 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
     again.
 
     A turn whose prompt continues the tokens so far is appended to their sequence; the prompt tokens
-    in
-    between have no loss. Otherwise (a template that drops earlier thinking) it begins a new
+    in between have no loss. Otherwise (a template that drops earlier thinking) it begins a new
     sequence.
     """
     sequences: list[_Sequence] = []

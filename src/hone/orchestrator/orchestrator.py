@@ -4,10 +4,8 @@
        ▲                 └ too old: restarted               └ a teacher's logprobs ─┘  └─► rollouts/step_N/
 
 Groups are in flight across steps. A group starts when the step that it is for allows the served
-version, so staleness
-is bounded before anything is sampled. With max_async_level 0 the groups of a step, and so its
-batch, follow from
-(seed, step) and the weights alone.
+version, so staleness is bounded before anything is sampled. With max_async_level 0 the groups of a
+step, and so its batch, follow from (seed, step) and the weights alone.
 """
 
 import asyncio
@@ -257,10 +255,8 @@ class Orchestrator:
         """Start groups for all steps that may train on samples of the served version.
 
         Oversampled ones are included. This bound keeps groups from waiting until they are stale. In
-        flight are at
-        first the groups of one step, and one step more with each version: steps that start together
-        end
-        together, later than one alone, and training waits before and after.
+        flight are at first the groups of one step, and one step more with each version: steps that
+        start together end together, later than one alone, and training waits before and after.
         """
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step

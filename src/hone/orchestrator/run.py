@@ -4,8 +4,8 @@
     rollouts/step_N   ◄─ collect step N, of groups started with a version V >= N - 1 - max_async_level
 
 It joins the run of the trainer that is alive in the output directory and ignores files of earlier
-runs. A row of
-metrics.jsonl is written when the trainer's metrics of that step have come with its weights.
+runs. A row of metrics.jsonl is written when the trainer's metrics of that step have come with its
+weights.
 """
 
 import asyncio

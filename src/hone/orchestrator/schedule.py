@@ -3,8 +3,7 @@
     environments, by ratio ─► examples, in a new order every epoch ─► a fraction of easy and hard ones ─► Task
 
 Tasks are numbered from 0; the number determines the seeds of the rollouts. A group that was started
-and not trained on
-comes again under its number.
+and not trained on comes again under its number.
 """
 
 import heapq

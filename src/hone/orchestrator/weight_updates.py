@@ -5,8 +5,7 @@ broadcasts/step_V ─ detect ─► update every server ─► checksum is the t
                              no: the run ends, naming the weights that differ
 
 The canary runs beside the first requests of a version, and no batch is published before its result.
-A server without a
-checksum (vLLM) is asked for it first.
+A server without a checksum (vLLM) is asked for it first.
 """
 
 import asyncio

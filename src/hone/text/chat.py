@@ -1,7 +1,7 @@
 """Render chat messages to the text that a model reads, as transformers does, without importing it.
 
-Source of the environment (filters, globals, block trimming, the `generation` tag, named templates): the chat-template
-documentation of transformers; equality with it is tested on several templates.
+Source of the environment (filters, globals, block trimming, the `generation` tag, named templates):
+the chat-template documentation of transformers; equality with it is tested on several templates.
 """
 
 import json
@@ -42,10 +42,12 @@ class ChatTemplate:
     """The compiled chat template of a model, or its named templates.
 
     Args:
-        source: the text of a template, or of each by its name: with tools `tool_use` is taken where there is one.
+        source: the text of a template, or of each by its name: with tools `tool_use` is taken where
+            there is one.
         special_tokens: what the template knows them by (`bos_token`, …), and their text.
         arguments: given to the template in every rendering, unless that has values of its own.
-        call_format: the name of the format of tool calls; auto is the one that the template teaches.
+        call_format: the name of the format of tool calls; auto is the one that the template
+            teaches.
 
     Raises ValueError for a template that does not compile, and for names without a default.
     """
@@ -105,8 +107,7 @@ class ChatTemplate:
         (`enable_thinking=False`, …).
 
         Raises ValueError for messages that cannot be normalized, that the template refuses (roles
-        out of order,
-        unknown role), or that it silently omits.
+        out of order, unknown role), or that it silently omits.
         """
         args = {"add_generation_prompt": add_generation_prompt, "tools": tools, **template_args}
         return self._render_checked(self._normalize_messages(messages), args)
@@ -245,8 +246,7 @@ class ChatTemplate:
         """Return what follows the text of message `covered` - 1, which the assistant wrote.
 
         That is the end-of-turn mark and everything up to the next assistant turn. None if the
-        template rewrites
-        earlier text (some drop earlier thinking).
+        template rewrites earlier text (some drop earlier thinking).
         """
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
@@ -285,12 +285,10 @@ class ChatTemplate:
         end-of-turn mark.
 
         One rendering of the whole conversation suffices unless the template rewrites earlier turns
-        as the
-        conversation continues (some drop thinking): then one more is added per group of turns that
-        a shorter
-        prefix shows as the model wrote them, or none with `last_only`. A template with `{%
-        generation %}` marks
-        assistant text itself. Raises ValueError like `render_conversation`.
+        as the conversation continues (some drop thinking): then one more is added per group of
+        turns that a shorter prefix shows as the model wrote them, or none with `last_only`. A
+        template with `{% generation %}` marks assistant text itself. Raises ValueError like
+        `render_conversation`.
         """
         messages = self._normalize_messages(messages)
         args = {"add_generation_prompt": False, **template_args}

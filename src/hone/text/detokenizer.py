@@ -1,9 +1,8 @@
 """The contribution of each token to a text, which differs from decoding it alone.
 
 A SentencePiece tokenizer writes a space before most words and drops the first of a text; many
-tokenizers have tokens
-that are parts of a character. `TokenTexts` knows each token's bytes, so that joined bytes are the
-text.
+tokenizers have tokens that are parts of a character. `TokenTexts` knows each token's bytes, so that
+joined bytes are the text.
 """
 
 import functools

@@ -1,10 +1,9 @@
 """Normalize chat messages before rendering, whatever their source.
 
 SFT rows, environment prompts and requests write the same message differently: `None` for an absent
-key, content as a
-list of text parts, tool-call arguments as JSON or as an object, reasoning under one of three names.
-Every rendering
-uses `normalize_messages`, so that all of them become the same tokens.
+key, content as a list of text parts, tool-call arguments as JSON or as an object, reasoning under
+one of three names. Every rendering uses `normalize_messages`, so that all of them become the same
+tokens.
 """
 
 import json
@@ -26,8 +25,7 @@ def normalize_messages(messages: Any) -> list[Message]:
     """Return plain copies of chat messages in the form that chat templates expect.
 
     Keys without a value are removed, text parts joined, tool-call arguments parsed, and missing
-    assistant
-    content becomes "". Raises MessageError for content that a text model cannot read.
+    assistant content becomes "". Raises MessageError for content that a text model cannot read.
     """
     messages = to_plain(messages)
     if not isinstance(messages, list):
@@ -129,7 +127,8 @@ def _read_arguments(arguments: Any) -> Any:
 def drop_nulls(value: Any) -> Any:
     """Return a value of an Arrow table without the nulls that its column type added.
 
-    A struct column has every key of every row, null where a row did not have it. Nulls in lists stay: rows wrote them.
+    A struct column has every key of every row, null where a row did not have it. Nulls in lists
+    stay: rows wrote them.
     """
     if isinstance(value, Mapping):
         return {key: drop_nulls(one) for key, one in value.items() if one is not None}
@@ -141,7 +140,8 @@ def drop_nulls(value: Any) -> Any:
 def to_plain(value: Any) -> Any:
     """Return a value as dicts, lists and scalars: templates see no other objects.
 
-    Reads mappings, sequences, numpy arrays and scalars, and pydantic models such as those of the OpenAI client.
+    Reads mappings, sequences, numpy arrays and scalars, and pydantic models such as those of the
+    OpenAI client.
     """
     if value is None or type(value) in (str, int, float, bool):
         return value

@@ -51,10 +51,9 @@ class Tokenizer:
     """The tokenizer and chat template of a model directory.
 
     `stop_ids` end a generation: eos of the tokenizer and of the generation config, and the
-    template's
-    end-of-turn token. `chat_template` replaces the directory's own; `template_arguments` are passed
-    to it in
-    every rendering. Raises ValueError, naming the file, for a directory without a usable tokenizer.
+    template's end-of-turn token. `chat_template` replaces the directory's own; `template_arguments`
+    are passed to it in every rendering. Raises ValueError, naming the file, for a directory without
+    a usable tokenizer.
     """
 
     def __init__(
@@ -94,8 +93,7 @@ class Tokenizer:
         """Set the model's number of tokens; text with other tokens is refused.
 
         A tokenizer often has a few more, such as a padding token added later. Raises ValueError if
-        other tokens
-        exceed the model's.
+        other tokens exceed the model's.
         """
         own = self.encoder.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
@@ -220,8 +218,7 @@ class Tokenizer:
         cached.
 
         Ids of earlier turns (`prompt.before`) are kept, and the template's additions follow, unless
-        it rewrites
-        their text (some drop earlier thinking).
+        it rewrites their text (some drop earlier thinking).
         """
         template, messages = self.require_template(), prompt.messages
         args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
@@ -292,8 +289,7 @@ class Tokenizer:
         """Return the model's answer, with tool calls if tools were given.
 
         `text` replaces the decoded text; at most `most_calls` calls are returned, and no more than
-        the template
-        can render.
+        the template can render.
         """
         text = self.decode(completion.ids) if text is None else text
         if not prompt.tools:

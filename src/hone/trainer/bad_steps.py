@@ -32,8 +32,7 @@ def handle_bad_step(
     """Write the sequences with the worst gradients of a bad step.
 
     `backward(i)` adds the gradients of sequence i of `count`, `describe(i)` returns what is
-    written. Raises
-    ValueError if the run is to end.
+    written. Raises ValueError if the run is to end.
     """
     norms = []
     # Every rank has the whole batch; where they share the model, all go through it

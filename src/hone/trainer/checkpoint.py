@@ -5,10 +5,9 @@
     orchestrator/progress.json       (rl) groups in flight; all else follows from the seed
 
 The state is copied to the CPU and written while training continues; offloaded state
-(`optim.offload`) is written in
-place while training waits. A directory appears by rename once everything in it is on disk. A
-damaged one is reported,
-and the one before it used. Any number of ranks can read what others wrote.
+(`optim.offload`) is written in place while training waits. A directory appears by rename once
+everything in it is on disk. A damaged one is reported, and the one before it used. Any number of
+ranks can read what others wrote.
 """
 
 import json
@@ -188,8 +187,8 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
     `metrics`: the value of keep_best's metric per checkpoint, None while unknown: an evaluation may
-    end
-    after its checkpoint is written, so the last 3 that are newer than all known values are kept.
+    end after its checkpoint is written, so the last 3 that are newer than all known values are
+    kept.
     """
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:

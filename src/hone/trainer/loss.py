@@ -4,13 +4,11 @@
                  KL to a reference, entropy, as configured ────────────────────────────────────────┴─► weighted sum
 
 A loss is a function of `Tokens`; its keyword-only parameters are its configuration keys. The inputs
-that it needs from
-the trainer are declared beside its name (`config/loss_config.py`) or, for a user's function, with
-`@needs`.
+that it needs from the trainer are declared beside its name (`config/loss_config.py`) or, for a
+user's function, with `@needs`.
 
 Token weights (`token_weights`) are computed over the whole batch, so the result does not depend on
-how the batch is
-split over micro-batches and ranks.
+how the batch is split over micro-batches and ranks.
 """
 
 import math
@@ -118,8 +116,7 @@ def opd(t: Tokens, **keys: float) -> Term:
     token's advantage.
 
     It lowers the reverse KL to the teacher (Agarwal et al. 2024; Thinking Machines 2025).
-    Out-of-bounds
-    ratios are dropped as in `mask`.
+    Out-of-bounds ratios are dropped as in `mask`.
     """
     assert t.teacher_logprobs is not None
     return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
@@ -232,8 +229,7 @@ def token_weights(lengths_S: list[int], config: LossConfig) -> list[float]:
     """Return the token weight of each sequence in the batch; lengths count tokens with loss.
 
     tokens: all tokens equal (DAPO). sequences: all sequences equal, split over their tokens (GRPO,
-    Shao et
-    al. 2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
+    Shao et al. 2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
     """
     count = sum(1 for n in lengths_S if n)
     if config.normalize == "tokens":

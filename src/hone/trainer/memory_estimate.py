@@ -132,8 +132,7 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
     """Return activation bytes per token.
 
     In each block: both normed sums, qkv, attention output, and what the feed-forward part keeps;
-    with
-    recomputation each block's input, and all of that for one block.
+    with recomputation each block's input, and all of that for one block.
     """
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward

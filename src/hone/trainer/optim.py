@@ -54,14 +54,11 @@ class Optimizer:
     read it.
 
     Half-precision parameters are rounded from fp32 masters. With `type` muon, Muon updates the
-    blocks'
-    matrices (`muon.py`), each of those stored together by itself. Gradients are summed over ranks;
-    of a
-    sharded model each rank updates its own part.
+    blocks' matrices (`muon.py`), each of those stored together by itself. Gradients are summed over
+    ranks; of a sharded model each rank updates its own part.
 
     Uses torch's fused kernel directly: constructing `torch.optim.AdamW` imports the compiler, which
-    takes
-    longer than loading a small model. Tests check equality with it.
+    takes longer than loading a small model. Tests check equality with it.
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:

@@ -1,4 +1,5 @@
-"""Sequences into micro-batches: laid end to end without padding, only the positions with a target kept for the head.
+"""Sequences into micro-batches: laid end to end without padding, only the positions with a target
+kept for the head.
 
     ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
     mask  0 0 0 1 1 1        keep         ^ ^ ^           hidden states whose next token is a target
@@ -172,8 +173,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     alone.
 
     Best fit decreasing: the longest first, each into the fullest micro-batch with room. At most
-    11/9 of the
-    fewest possible, plus one.
+    11/9 of the fewest possible, plus one.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
 

@@ -5,8 +5,8 @@ sequences.
 
 Each has the whole model, or a part of every weight (`sharding.py`).
 
-Losses are weighted over the whole batch, so sums over ranks are what one process would have. The first rank alone
-writes. Nothing but tensors travels between them.
+Losses are weighted over the whole batch, so sums over ranks are what one process would have. The
+first rank alone writes. Nothing but tensors travels between them.
 """
 
 import logging

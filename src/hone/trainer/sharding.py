@@ -128,8 +128,7 @@ class Export:
         """Write the model directory, with adapters in lora_adapters/, or the adapter alone.
 
         `write_more` adds files before the directory appears; a `chat_template` replaces the
-        source's.
-        Collective; the first rank writes, and only it calls `where`.
+        source's. Collective; the first rank writes, and only it calls `where`.
         """
         model, adapter = (
             None if adapter_alone else self(),

@@ -1,6 +1,7 @@
 """Send a LoRA adapter as peft files, and once its base weights; a server merges them.
 
-broadcasts/base/model.safetensors, broadcasts/step_N/{adapter_config.json, adapter_model.safetensors}
+broadcasts/base/model.safetensors, broadcasts/step_N/{adapter_config.json,
+adapter_model.safetensors}
 """
 
 from collections.abc import Callable

@@ -3,8 +3,8 @@
     orchestrator ── put ──► rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ── take ──► trainer
 
 Directories are listed, not opened by name: a network file system may hide a new name for a minute
-from those who asked
-too early. A batch carries the run's id, so that files of an earlier run are ignored.
+from those who asked too early. A batch carries the run's id, so that files of an earlier run are
+ignored.
 """
 
 import json

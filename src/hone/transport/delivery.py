@@ -37,8 +37,7 @@ class Delivery:
     """Description of published weights. `metrics` are those of the step that made them.
 
     `checksum` and `fingerprints` (one per weight) cover the whole model, whatever part is sent.
-    `transport` is
-    the message to the receiver.
+    `transport` is the message to the receiver.
     """
 
     run: str

@@ -101,8 +101,7 @@ class Stamp:
         """Context manager that changes the version; the contents have none if it fails.
 
         Waits up to `seconds` for readers, or not at all if that was in vain the last time; yields
-        True if nobody
-        reads.
+        True if nobody reads.
         """
         self._was_alone = _acquire_lock(
             self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0

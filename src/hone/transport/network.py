@@ -8,14 +8,11 @@
         server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot itself
 
 Whoever reaches the port of the store can talk to it. So both sides know a secret of the run, which
-a server receives
-with the delivery: it determines the names of the store's keys, and every message is signed
-(`Secret`). Unsigned
-messages are ignored.
+a server receives with the delivery: it determines the names of the store's keys, and every message
+is signed (`Secret`). Unsigned messages are ignored.
 
 A server connects at any time: one that was restarted gets the current weights while training
-continues. The snapshot
-is replaced when nobody receives or reads it (`Stamp`).
+continues. The snapshot is replaced when nobody receives or reads it (`Stamp`).
 """
 
 import hmac

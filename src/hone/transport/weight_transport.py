@@ -4,8 +4,7 @@
        └─ delivery_message, in the delivery ─► orchestrator ─► server: Receiver.receive_version(message, …, into)
 
 Tensors have their HF names. `place` is the directory of the version: unpublished for the sender,
-published for the
-receiver.
+published for the receiver.
 """
 
 from abc import ABC, abstractmethod
@@ -70,7 +69,6 @@ class Receiver(ABC):
         """Fill the tensors with a version. Raises Superseded, or ValueError if it is unavailable.
 
         A transport that delivers tensors one by one calls `arrived` with the names of those that
-        are complete,
-        each once, while others are still to come. On a GPU the current stream then sees their
-        values.
+        are complete, each once, while others are still to come. On a GPU the current stream then
+        sees their values.
         """

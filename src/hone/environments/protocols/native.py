@@ -13,8 +13,7 @@ def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Env
     """Import a module and call its `load_environment`.
 
     Raises ValueError for a module that cannot be imported, arguments that it does not accept, a
-    result
-    that is no environment, and reward functions with unavailable arguments.
+    result that is no environment, and reward functions with unavailable arguments.
     """
     try:
         with CONTAINED:

@@ -410,8 +410,7 @@ def _dump_json(value: dict[str, Any]) -> str:
     """Encode JSON with pydantic, five times faster than Python's encoder.
 
     Python's encodes what pydantic would write differently: lone surrogates and line separators.
-    Raises
-    ValueError for numbers that are not finite.
+    Raises ValueError for numbers that are not finite.
     """
     with suppress(PydanticSerializationError):
         text = to_json(value).decode()

@@ -317,8 +317,7 @@ async def _build_requests(
     """Build the requests of all prompts. Raises ValueError.
 
     The grammar of an output format is compiled in a thread: it may be large, and the first one
-    scans the
-    whole vocabulary.
+    scans the whole vocabulary.
     """
 
     if len(prompts) * (body.n or 1) > MOST:

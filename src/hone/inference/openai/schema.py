@@ -1,9 +1,8 @@
 """Request bodies of the OpenAI API. `answers.py` has the answers.
 
 Every key of OpenAI or vLLM is one of three: supported (the fields here); refused, because it would
-change the answer
-and is not supported (NEUTRAL); or without effect on the answer, such as `user`, and then ignored
-like unknown keys.
+change the answer and is not supported (NEUTRAL); or without effect on the answer, such as `user`,
+and then ignored like unknown keys.
 """
 
 import json

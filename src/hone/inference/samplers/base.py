@@ -8,8 +8,7 @@
     VllmSampler        a vLLM that this process started (vllm.py)
 
 A sampler declares further capabilities in `can`; a request that needs another one is refused with a
-message that names
-it. Routes ask for capabilities, never for names.
+message that names it. Routes ask for capabilities, never for names.
 """
 
 import asyncio
@@ -109,8 +108,7 @@ class Sampler(ABC):
         """Load the weights of a version as the sender's message says; return the new state.
 
         Running requests continue with them. `place` has at least the model's config.json. Raises
-        ValueError if
-        the weights are unavailable, and Superseded; the old weights then stay.
+        ValueError if the weights are unavailable, and Superseded; the old weights then stay.
         """
 
     @abstractmethod
@@ -126,8 +124,7 @@ class Sampler(ABC):
         """Stop computing; requests are still accepted.
 
         Modes: keep: running requests continue after `resume`; wait: they finish first; abort: all
-        requests end
-        now with the tokens they have.
+        requests end now with the tokens they have.
         """
 
     @abstractmethod

@@ -5,8 +5,7 @@
             └── pieces ◄── look({name: known}), now and then
 
 A query costs the engine as much for a hundred streams as for one, so a stream receives several
-tokens at a time, and
-queries become less frequent as output grows.
+tokens at a time, and queries become less frequent as output grows.
 """
 
 import asyncio
@@ -105,8 +104,7 @@ class Spelling:
     """Incremental text of a completion that later tokens cannot change.
 
     `hold` are strings whose beginnings must not be shown: stop strings and the start of a tool
-    call.
-    `before` are the tokens that the text continues from.
+    call. `before` are the tokens that the text continues from.
     """
 
     def __init__(

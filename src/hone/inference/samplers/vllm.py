@@ -5,8 +5,7 @@
                  └─ ended requests continue from their tokens, as a prompt, with the new weights
 
 So every token has one version, and logprobs after an update are those of the new weights over the
-whole prefix. vLLM
-has no checksum: the canary proves that weights arrived.
+whole prefix. vLLM has no checksum: the canary proves that weights arrived.
 """
 
 import asyncio

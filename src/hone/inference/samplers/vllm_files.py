@@ -5,8 +5,7 @@
     from memory, on a GPU ─ received there, read in place ►   (vllm_worker.py)
 
 vLLM's CPU build keeps a packed copy of the head that new weights do not reach if head and embedding
-are tied (seen in
-0.32: the canary differs). There such a model is served with an untied head.
+are tied (seen in 0.32: the canary differs). There such a model is served with an untied head.
 """
 
 import json

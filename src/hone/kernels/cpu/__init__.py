@@ -1,12 +1,9 @@
 """CPU kernels compiled by numba, if it is installed (`hone-rl[cpu]`); plain torch is the fallback.
 
 torch's CPU operations each pass through memory once, and a small model's take less time than their
-calls. Compiled
-loops process a row in one pass: norms, rotary positions, SwiGLU, attention over the flat token
-axis, sampling,
-logprobs. They take addresses (`tensor.data_ptr()`), which are free to pass; the functions of
-`hone.kernels` that call
-them check layout and dtype.
+calls. Compiled loops process a row in one pass: norms, rotary positions, SwiGLU, attention over the
+flat token axis, sampling, logprobs. They take addresses (`tensor.data_ptr()`), which are free to
+pass; the functions of `hone.kernels` that call them check layout and dtype.
 
 Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library, and
 takes float32 only.

@@ -1,18 +1,14 @@
 """Causal attention over the flat token axis: sequences end to end, some continuing a shared prompt.
 
 A sequence is a row (start, length, prefix start, prefix length): its tokens see the prefix and what
-precedes them.
-The sequences that share a prefix, and the prefix itself, form a group. A group and a head are one
-task, so that a
-thread adds to the prefix's gradients without locks. Inside a task everything is a small matrix
-product on blocks that
-stay in the core's cache:
+precedes them. The sequences that share a prefix, and the prefix itself, form a group. A group and a
+head are one task, so that a thread adds to the prefix's gradients without locks. Inside a task
+everything is a small matrix product on blocks that stay in the core's cache:
 
     keys_EN (transposed, prefix | own, padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
 
 Shared keys and values are laid out once per group. Backward recomputes the scores from their
-log-sum, so memory grows
-linearly with tokens.
+log-sum, so memory grows linearly with tokens.
 """
 
 import numpy as np

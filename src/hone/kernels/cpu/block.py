@@ -4,14 +4,11 @@
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
 A task takes a block of rows through all steps between two that need all rows, so that intermediate
-values stay in a
-core's cache. Results have the same bits as the kernels that take one step each. Attention, and
-gradients of weights,
-need all rows.
+values stay in a core's cache. Results have the same bits as the kernels that take one step each.
+Attention, and gradients of weights, need all rows.
 
 All tensors are addresses of dense float32 memory. `one` is a 64-bit number; a literal 1 would
-compile kernels again.
-T tokens, D hidden, H query and K key heads of E, F feed-forward.
+compile kernels again. T tokens, D hidden, H query and K key heads of E, F feed-forward.
 """
 
 import numpy as np
@@ -112,8 +109,7 @@ def mix_forward(
     """Compute the attention half.
 
     Outputs: total T x D (x + delta; unused if delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x
-    E, heads
-    T x (H + K) x E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H.
+    E, heads T x (H + K) x E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H.
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     panels = packed_panels(N, D, weight, one, D)

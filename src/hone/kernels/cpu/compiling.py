@@ -6,14 +6,11 @@
                           loaded, run  ◄──────┘
 
 The cache is in the user's cache directory, keyed by a hash of these sources, instruction set,
-processor, and versions
-of numba and Python: environments and clones with equal keys share it. A process does not run what
-it compiled itself
-if it can be cached: numba optimizes the body of a parallel loop once more for the cached code,
-which may change the
-order of a sum. A kernel has one type per argument, since numba's cache index is not safe for two
-processes that
-compile the same kernel.
+processor, and versions of numba and Python: environments and clones with equal keys share it. A
+process does not run what it compiled itself if it can be cached: numba optimizes the body of a
+parallel loop once more for the cached code, which may change the order of a sum. A kernel has one
+type per argument, since numba's cache index is not safe for two processes that compile the same
+kernel.
 """
 
 import contextlib

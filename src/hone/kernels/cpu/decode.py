@@ -139,8 +139,7 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, o
     """Mix the values of a sequence's first L positions for one query: out H * E.
 
     keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16. next_pages:
-    where in
-    `table` the next sequence begins.
+    where in `table` the next sequence begins.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)

@@ -3,12 +3,14 @@
     B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
 
-For gradients of weights, where A is transposed and K are tokens, a task packs what it needs of both as it goes along K.
+For gradients of weights, where A is transposed and K are tokens, a task packs what it needs of both
+as it goes along K.
 
 ROWS x WIDTH is 8 x 32 with AVX-512, 6 x 16 with AVX2, 8 x 8 with NEON.
 
-torch hands fp32 products to MKL, which keeps to AVX2 on AMD processors (half the speed of a core with AVX-512), or to
-oneDNN, which compiles code for every new number of tokens. Here a shape costs nothing to be new.
+torch hands fp32 products to MKL, which keeps to AVX2 on AMD processors (half the speed of a core
+with AVX-512), or to oneDNN, which compiles code for every new number of tokens. Here a shape costs
+nothing to be new.
 """
 
 import numpy as np

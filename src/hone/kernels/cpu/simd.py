@@ -1,16 +1,13 @@
 """Vectors of floats for functions that numba compiles: portable intrinsics through LLVM.
 
 numba vectorizes simple loops by itself, but keeps no tile of a matrix product in registers. A
-`Lanes` value is one
-LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4 with NEON. `tile_of`
-makes the core of a
-product from such vectors. Memory is an address (an int) or a flat float32 array; `get` and `put`
-take an index as it
-is, without numba's check for negative ones.
+`Lanes` value is one LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4
+with NEON. `tile_of` makes the core of a product from such vectors. Memory is an address (an int) or
+a flat float32 array; `get` and `put` take an index as it is, without numba's check for negative
+ones.
 
 `floats(address, shape)` is an array for reading. Kernels write with `put` and `store`: numba takes
-an array made from
-an address for a local one, and removes writes to it.
+an array made from an address for a local one, and removes writes to it.
 """
 
 from collections.abc import Callable
@@ -259,10 +256,8 @@ def exp(typing: Any, x: Any) -> Any:
     """Return e^x of a scalar or of lanes, in fp32, without a branch, at most 2 ulp off.
 
     x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is 0, above 88 it is e^88.
-    The 0 is
-    for speed: a masked score would be 1e-38, a share of it a denormal, which costs Intel's
-    processors a
-    hundred cycles.
+    The 0 is for speed: a masked score would be 1e-38, a share of it a denormal, which costs Intel's
+    processors a hundred cycles.
     """
 
     def emit(builder: Any, a: Any) -> Any:
@@ -314,14 +309,11 @@ def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
     """Return the core of a product: rows x (vectors * LANES) numbers of C, kept in registers.
 
     `together` steps of k are unrolled: the processor predicts the end of short loops, not of long
-    ones.
-    a_column takes a register if it is not known at compile time.
+    ones. a_column takes a register if it is not known at compile time.
 
     tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to C if
-    `adds`.
-    A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of C at
-    c_at + m *
-    c_row. Each number of C is a sum over k in order, whatever the other rows are.
+    `adds`. A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of
+    C at c_at + m * c_row. Each number of C is a sum over k in order, whatever the other rows are.
     """
 
     @intrinsic
@@ -507,8 +499,7 @@ def _as_it_is(builder: Any, address: Any) -> Any:
     """Return an address that the compiler cannot analyze.
 
     Otherwise it steps through A's rows with dependent additions, which take as long as the
-    arithmetic with
-    AVX2.
+    arithmetic with AVX2.
     """
     whole = builder.ptrtoint(address, ir.IntType(64))
     hidden = builder.asm(

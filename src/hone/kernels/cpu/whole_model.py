@@ -7,14 +7,11 @@ waits for another.
                          └────────────────────────────────────┴──────────────────────────────────┘
 
 A task has the newest tokens of some sequences, or the stretches of some prompts, in order: a token
-sees what its own
-block and those before it have put into the cache. Sequences that decode may take several steps in
-one call: a task
-draws the tokens of some of its sequences and continues with them; when one is done, the next takes
-its place. The data
-of some sequences stays in a core's cache from step to step where that of all would not. Norms,
-products, heads and
-draws are those of the layer-by-layer kernels.
+sees what its own block and those before it have put into the cache. Sequences that decode may take
+several steps in one call: a task draws the tokens of some of its sequences and continues with them;
+when one is done, the next takes its place. The data of some sequences stays in a core's cache from
+step to step where that of all would not. Norms, products, heads and draws are those of the
+layer-by-layer kernels.
 """
 
 import numpy as np
@@ -63,8 +60,8 @@ def _go_on(count, own, left, most, following, end, steps, active, state, table_r
     """Put the newest tokens of continuing sequences into the token table from `first` on.
 
     own, left: slots of the `count` current sequences and the steps left for each. A finished one
-    makes room
-    for the next of `active`, up to `end`. Returns the number of tokens and the next sequence.
+    makes room for the next of `active`, up to `end`. Returns the number of tokens and the next
+    sequence.
     """
     kept = 0
     for i in range(count):
@@ -119,8 +116,7 @@ def _block(
     """Take `rows` tokens from `top` on through all layers; return how many logits are wanted.
 
     Their logits are the first rows of `wide`, V padded; `results` says whose. Other arguments are
-    scratch
-    memory for a block.
+    scratch memory for a block.
     """
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
     for m in range(rows):
@@ -243,14 +239,12 @@ def run(
     """Run all tasks: write keys and values to the cache, and compute logits or decode steps.
 
     If steps is 0, logits x V go to `out` for the tokens that have a row there. Else each sequence
-    of `active`
-    takes up to `steps` steps, `window` sequences of a task at a time; `tokens` is scratch memory.
+    of `active` takes up to `steps` steps, `window` sequences of a task at a time; `tokens` is
+    scratch memory.
 
     Task i has the tokens, or sequences, firsts[i] … firsts[i + 1]; tokens x COLUMNS. addresses:
-    layers x
-    ADDRESSES, weights packed (`products.pack`), as is the head. cos, sin: whole tables, positions x
-    E. From
-    `state` on the arguments are those of `decode.draw`.
+    layers x ADDRESSES, weights packed (`products.pack`), as is the head. cos, sin: whole tables,
+    positions x E. From `state` on the arguments are those of `decode.draw`.
     """
     eps, N, padded = _f(eps), (H + 2 * K) * E, _padded(V)
     for task in prange(tasks):

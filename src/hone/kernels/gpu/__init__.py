@@ -1,15 +1,11 @@
 """GPU kernels in Triton and its language Gluon, each with a plain-torch reference for tests.
 
 A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts: each is
-launched with
-programmatic dependent launch (PDL), so that its blocks start while the kernel before it runs.
-`wait` blocks until that
-kernel is complete and visible, then lets the next one start. Some kernels let the next one start
-before they wait
-(`wait_beside_next`), so that later kernels may run too. So before its own `wait` a kernel touches
-nothing that its step
-has written, only weights, which it prefetches into the L2 cache, and data from before the step: the
-active slots, their
+launched with programmatic dependent launch (PDL), so that its blocks start while the kernel before
+it runs. `wait` blocks until that kernel is complete and visible, then lets the next one start. Some
+kernels let the next one start before they wait (`wait_beside_next`), so that later kernels may run
+too. So before its own `wait` a kernel touches nothing that its step has written, only weights,
+which it prefetches into the L2 cache, and data from before the step: the active slots, their
 tokens, and earlier keys and values.
 
 They take half precision. Those of `training_kernels.py` and `attention.py` compute gradients, for
@@ -108,10 +104,8 @@ def memory_share(width: int, rows: int) -> int | None:
     steps.
 
     The rest is cache; None leaves it to the driver. Attention reads keys and values through shared
-    memory,
-    products read weights through the cache; both use one percentage, so that one can start while
-    the other
-    runs. As measured (benchmarks/RESULTS.md), by the width of the model.
+    memory, products read weights through the cache; both use one percentage, so that one can start
+    while the other runs. As measured (benchmarks/RESULTS.md), by the width of the model.
     """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None

@@ -6,13 +6,11 @@ grouped heads.
                  a tile of queries ─ over the keys before it ─► dq
 
 Sums have a fixed order: the same step gives the same bits. A tile belongs to one sequence; those
-with most work come
-first. Sequences may continue an earlier prefix that others share (`tiles`): their queries see its
-keys, and its keys
-receive gradients from the queries of all of them. Where these are so many that one program would
-run longer than all
-others, several programs take a part each, and their sums are added afterwards.
-Shapes: T tokens, H query heads, K key/value heads, E head size.
+with most work come first. Sequences may continue an earlier prefix that others share (`tiles`):
+their queries see its keys, and its keys receive gradients from the queries of all of them. Where
+these are so many that one program would run longer than all others, several programs take a part
+each, and their sums are added afterwards. Shapes: T tokens, H query heads, K key/value heads, E
+head size.
 """
 
 from dataclasses import dataclass
@@ -51,8 +49,7 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
     """Build tiles of sequences, rows of (start, length, prefix start, prefix length).
 
     `groups` has the start of each group and the end; the first sequence of a group is the prefix of
-    the
-    others.
+    the others.
     """
     starts, lengths, prefixes, prefix_lengths = rows.T
     ends = starts + lengths
@@ -134,8 +131,7 @@ def forward_kernel(
     """Compute a tile of M queries of head h. `scale`: to base-2 logits; *_row: strides of tokens.
 
     Keys come N at a time from position 0 on, prefix or own, so that a query's numbers have the bits
-    of
-    decoding (`ordered_kernel` in decode.py).
+    of decoding (`ordered_kernel` in decode.py).
     """
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS

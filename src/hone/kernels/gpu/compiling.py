@@ -4,8 +4,7 @@
         rehearsal             # on memory of the right shapes; its results are meaningless
 
 Half of that time holds the GIL. So what Triton's cache directory lacks is compiled by other
-processes, which write to
-the cache, and by a few threads until those have started:
+processes, which write to the cache, and by a few threads until those have started:
 
     a launch ─► a thread ─► is it in the cache? ─► a process, or the thread itself ─► loaded from the cache
 

@@ -4,14 +4,10 @@
          └─ newest_heads ─► shared pages (shared_kernel) ─► remaining pages (decode_kernel) ─────► out
 
 A block of `alone_kernel` and `decode_kernel` handles one sequence and one k/v head. A block of
-`shared_kernel` handles
-one stretch of shared pages, one k/v head and up to MEMBERS sequences, reading the pages once, and
-writes partial
-results that `decode_kernel` adds. Where few long sequences decode, `alone_kernel` divides each
-among several blocks by
-its current length; the last block to finish adds the partial results. Softmax is online (Milakov &
-Gimelshein 2018),
-in base 2.
+`shared_kernel` handles one stretch of shared pages, one k/v head and up to MEMBERS sequences,
+reading the pages once, and writes partial results that `decode_kernel` adds. Where few long
+sequences decode, `alone_kernel` divides each among several blocks by its current length; the last
+block to finish adds the partial results. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
 
 import math
@@ -60,8 +56,7 @@ def _mix(
     (undivided).
 
     Queries are columns (q is E x C): a sequence has few per k/v head, and a matrix product's
-    columns can be
-    as few as 8.
+    columns can be as few as 8.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
     for start in tl.range(first, L, TILE, num_stages=STAGES):
@@ -287,8 +282,7 @@ def ordered_kernel(
     (`attention.py`).
 
     The queries of a k/v head are rows of a tile of M, and one warp adds what four warps add there
-    for their
-    own rows.
+    for their own rows.
     """
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -361,8 +355,7 @@ def decode(
     the cache.
 
     keys, values: pages x PAGE x K x E. is_long: use blocks for long sequences. divided: given if
-    several
-    blocks read one sequence and no pages are shared. width: of the residual stream.
+    several blocks read one sequence and no pages are shared. width: of the residual stream.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:

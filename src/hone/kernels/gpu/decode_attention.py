@@ -1,10 +1,8 @@
 """Decode attention for sequences that read all of their pages themselves, through shared memory.
 
 A block handles one sequence and one k/v head, or a part of it. It requests the first tiles of keys
-and values while the
-projection to heads still runs, since only the newest token depends on that. Each warp has its own
-tokens of a tile, so
-warps exchange nothing before the end:
+and values while the projection to heads still runs, since only the newest token depends on that.
+Each warp has its own tokens of a tile, so warps exchange nothing before the end:
 
     cache ────────► STAGES tiles in shared memory ─┐
     wait ──► qkv ─► norm, rope ─► queries ─────────┴─► softmax per warp ─► shared memory ─► summed ─► out
@@ -135,10 +133,8 @@ def alone_kernel(
     the cache.
 
     A block handles one of PARTS stretches of the sequence; the last one includes the new token. C:
-    a power
-    of 2 that fits the queries of a k/v head. `arrived` counts finished blocks and is reset to 0.
-    SHARE: see
-    `set_memory_share`.
+    a power of 2 that fits the queries of a k/v head. `arrived` counts finished blocks and is reset
+    to 0. SHARE: see `set_memory_share`.
     """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.

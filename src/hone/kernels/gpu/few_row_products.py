@@ -1,12 +1,9 @@
 """y = x W^T for few rows of x: threads load weights before x is available.
 
 A step of few sequences is a chain of kernels that each need the previous result, and weights. So a
-kernel starts while
-the one before it runs, requests its first weights, and only then waits. Weights and rows go
-straight into the registers
-of the matrix units. Each warp has its own stretches of the inner dimension, so warps exchange
-nothing before all is
-multiplied:
+kernel starts while the one before it runs, requests its first weights, and only then waits. Weights
+and rows go straight into the registers of the matrix units. Each warp has its own stretches of the
+inner dimension, so warps exchange nothing before all is multiplied:
 
     weights ──────► registers ─┐
     wait ──► rows ─► registers ┴─► partial sums per warp ─► shared memory ─► summed ─► epilogue
@@ -76,8 +73,7 @@ def held_kernel(
     it.
 
     K is COUNT times WARPS stretches of BK. A warp requests HELD of its COUNT before the previous
-    kernel
-    ends, and AHEAD of x right after. Around the product, in this order:
+    kernel ends, and AHEAD of x right after. Around the product, in this order:
 
         SQUARES   x is that of a `Scaled`: divide by its root mean square, of P sums of squares per row
         bias
@@ -85,8 +81,7 @@ def held_kernel(
         ONTO      add residual M x N, and make the `Scaled` of the result
 
     w is the left side of the product on the chip, with at least 16 rows, and x the right one, with
-    at
-    least 8.
+    at least 8.
     """
     gl.static_assert(
         BK % (4 * VECTOR) == 0,

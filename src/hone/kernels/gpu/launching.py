@@ -63,8 +63,8 @@ def set_memory_share(kernel, percent):
     launches.
 
     None leaves it to the driver. Use one number per kernel: kernels that should differ have a
-    constant
-    SHARE. A kernel with another percentage than the previous one starts only when that has ended.
+    constant SHARE. A kernel with another percentage than the previous one starts only when that has
+    ended.
     """
     # There is no function before it is loaded; `getattr` would wait until it is compiled.
     function = None if kernel is None else vars(kernel).get("function")

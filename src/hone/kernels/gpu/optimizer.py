@@ -1,8 +1,7 @@
 """AdamW in a single pass over memory.
 
 Masters and moments in host memory come to the GPU in portions, each to one of a few buffers with
-its own stream, so
-that one arrives while another is updated and a third leaves:
+its own stream, so that one arrives while another is updated and a third leaves:
 
     host ── copy ─► buffer ── adamw_kernel, with the gradient ─► buffer, and the weight ── copy ─► host
 """
@@ -54,8 +53,7 @@ def adamw_kernel(
     """Update one block of one portion of a tensor.
 
     blocks P x 2: portion and block number; tensors N x 8: addresses of a portion, its length, its
-    tensor, and
-    its offset in that. size: learning rate over the first moment's correction.
+    tensor, and its offset in that. size: learning rate over the first moment's correction.
     """
     i = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     row = tensors + tl.load(blocks + 2 * tl.program_id(0)) * 8

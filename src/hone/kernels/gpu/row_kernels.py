@@ -184,8 +184,7 @@ def heads_kernel(
     the cache.
 
     PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Otherwise token t
-    is the
-    newest of sequence active[t], whose rows of state and table give its place.
+    is the newest of sequence active[t], whose rows of state and table give its place.
     """
     t = tl.program_id(0).to(tl.int64)
     if PAGE:

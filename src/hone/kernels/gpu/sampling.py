@@ -4,8 +4,7 @@
     hidden ─ head_kernel ────┘   every stretch of the vocabulary
 
 The uniform number selects the token's stretch, and only that is read again. From hidden states the
-logits never pass
-through memory: those of the selected stretch are computed again.
+logits never pass through memory: those of the selected stretch are computed again.
 """
 
 import torch
@@ -187,9 +186,8 @@ def sample_kernel(
     """Draw the token of batch row b and store it in the row's state (`kernels/row_state.py`).
 
     With FILTERED the logprob is that of `plain` B x V. advance: 1 if this step stored the last
-    token's keys,
-    0 after a prefill. If D is not 0, `logits` are hidden states B x D and `plain` the head's weight
-    V x D.
+    token's keys, 0 after a prefill. If D is not 0, `logits` are hidden states B x D and `plain` the
+    head's weight V x D.
     """
     b = tl.program_id(0).to(tl.int64)
     i, s = tl.arange(0, C), tl.arange(0, STRETCHES)

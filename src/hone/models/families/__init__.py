@@ -25,8 +25,7 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
     """Parse a `config.json`.
 
     Raises ValueError for an architecture or option that is not implemented: a model that would
-    compute
-    something else than intended is refused, not approximated.
+    compute something else than intended is refused, not approximated.
     """
     architecture = (config.get("architectures") or ["(none named)"])[0]
     if architecture not in FAMILIES:

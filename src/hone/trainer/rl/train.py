@@ -4,8 +4,7 @@
                               └─► weights/step_N, checkpoints/step_N when due
 
 It owns the run directory: it claims it, sets the run's id and publishes the starting version, which
-the orchestrator
-waits for. Also run as a file under torchrun.
+the orchestrator waits for. Also run as a file under torchrun.
 """
 
 import logging

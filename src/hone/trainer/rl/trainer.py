@@ -139,10 +139,8 @@ class PolicyTrainer:
         """Launch one optimizer step; return a function that waits for its metrics. Call it once.
 
         The loss is normalized by the loss tokens of the whole batch, however it is split. A batch
-        without samples
-        (no group had a signal) leaves the weights unchanged. `meanwhile` is called when all forward
-        and backward
-        passes have been launched.
+        without samples (no group had a signal) leaves the weights unchanged. `meanwhile` is called
+        when all forward and backward passes have been launched.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
@@ -299,8 +297,7 @@ class PolicyTrainer:
         """Add a micro-batch to the gradients and its per-token values to `parts`.
 
         Returns its share of the loss, and the FLOPs of its forward pass. Without samples it only
-        takes part in
-        the ranks' collective operations.
+        takes part in the ranks' collective operations.
         """
         if not samples:
             zeros = np.zeros(2)

@@ -2,7 +2,8 @@
 
 data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
 
-Read at once and gone through in a new order every epoch (Conversations), or as it comes (StreamedConversations).
+Read at once and gone through in a new order every epoch (Conversations), or as it comes
+(StreamedConversations).
 """
 
 import logging
@@ -114,7 +115,8 @@ class Conversations:
         data_sets: their rows.
         seq_len: most tokens of a sample.
         roles: whose messages are trained on.
-        last_only: train only on the last turn of conversations whose earlier turns the template rewrites.
+        last_only: train only on the last turn of conversations whose earlier turns the template
+            rewrites.
     """
 
     def __init__(
@@ -186,8 +188,7 @@ class StreamedConversations:
         """Yield samples endlessly, in an order that follows from the seed.
 
         Raises ValueError if a thousand consecutive rows are unusable, and if more than
-        `data.max_left_out` of
-        all are left out.
+        `data.max_left_out` of all are left out.
         """
         draw, useless = random.Random(seed), 0
         weights = config.weights or [1.0] * len(self.sources)

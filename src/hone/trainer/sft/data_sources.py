@@ -3,7 +3,8 @@
 .jsonl .json .csv (.gz)      rows as they are written
 .parquet .arrow, folders that datasets saved, hub ids       Arrow tables, whose columns have a type
 
-A column of an Arrow table has every key of every row; the nulls that this adds are removed (`drop_nulls`).
+A column of an Arrow table has every key of every row; the nulls that this adds are removed
+(`drop_nulls`).
 """
 
 import csv
@@ -31,8 +32,7 @@ class Source:
     """A data set read row by row, each time from its start.
 
     Raises ValueError, naming the configuration key, for what cannot be found, read or used: at once
-    if it is
-    not found, else at that row.
+    if it is not found, else at that row.
     """
 
     def __init__(
