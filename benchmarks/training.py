@@ -198,17 +198,13 @@ def our_steps(
 
 
 def our_sft(micro_batches: int, **options) -> dict:
-    import logging
 
     import torch
 
     from hone.config.sft_config import SFTConfig
     from hone.models.loading import Loaded
     from hone.models.lora import add_lora
-    from hone.monitors.report import StepReport
-    from hone.run_directory import RunDirectory
     from hone.trainer.optim import Optimizer
-    from hone.trainer.ranks import Ranks
     from hone.trainer.sft.train import Trainer
 
     data = {
@@ -222,11 +218,8 @@ def our_sft(micro_batches: int, **options) -> dict:
     if config.lora:
         add_lora(model, config.lora, 0)
     optimizer = Optimizer(model, config.optim)
-    run = RunDirectory(Path(tempfile.mkdtemp()), "sft")
     loaded = Loaded(model, None, Path(), torch.bfloat16)
-    trainer = Trainer(
-        config, loaded, optimizer, run, StepReport(logging.getLogger(), 0, 1), Ranks()
-    )
+    trainer = Trainer(config, loaded, optimizer, Path("bad_steps"))
 
     def rows(i: int) -> list:
         """Documents dealt to rows in turn; a row's tokens are its inputs, so each has a first token besides."""

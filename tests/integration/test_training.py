@@ -56,16 +56,16 @@ def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(tra
 
 WATCHED = """
 import json, runpy, sys, time
-import hone.launch.colocated as run
+import hone.trainer.rl.run_loop as run
 from hone.orchestrator.orchestrator import Orchestrator
 
 learning, begun = [], []
-learn, adopted = run.train_step, Orchestrator.on_adopted
+learn, adopted = run._launch_step, Orchestrator.on_adopted
 
-def watched(*arguments):
+def watched(session, trainer, source, sink, batch):
     learning.append(True)
-    wanted = len(begun) + (arguments[-1] is not None)
-    values = learn(*arguments)
+    wanted = len(begun) + source.can_overlap(batch.step)
+    values = learn(session, trainer, source, sink, batch)
     # On a busy machine the event loop may come to it late; what was not asked for while learning does not come at all.
     deadline = time.monotonic() + 600
     while len(begun) < wanted and time.monotonic() < deadline:
@@ -79,7 +79,7 @@ def noted(self, version):
     if len(self.under_way) > before:
         begun.append((version, bool(learning)))
 
-run.train_step, Orchestrator.on_adopted = watched, noted
+run._launch_step, Orchestrator.on_adopted = watched, noted
 file, sys.argv = sys.argv[1], ["hone", *sys.argv[2:]]
 try:
     runpy.run_module("hone", run_name="__main__")

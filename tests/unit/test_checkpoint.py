@@ -26,7 +26,7 @@ from hone.trainer.checkpoint import (
 )
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
-from hone.trainer.rl.train import hand_on
+from hone.trainer.rl.train import restore_progress
 from hone.trainer.rl.trainer import PolicyTrainer
 
 SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, 100.0, True, 64, 0.3, False)
@@ -132,8 +132,10 @@ def test_what_resume_may_be(run, tmp_path):
 
 def test_what_an_orchestrator_left_goes_along_to_another_directory(tmp_path):
     run = RunDirectory(tmp_path, "rl")
-    hand_on({"step": 3, "next": 40}, run.rollouts / "step_3")
-    hand_on({"step": 3, "next": 50}, run.rollouts / "step_3")  # what is there already stays
+    restore_progress({"step": 3, "next": 40}, run.rollouts / "step_3")
+    restore_progress(
+        {"step": 3, "next": 50}, run.rollouts / "step_3"
+    )  # what is there already stays
     assert progress_before(run, 4) == {"step": 3, "next": 40}
 
 

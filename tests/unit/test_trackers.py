@@ -1,7 +1,6 @@
 """What Weights & Biases and TensorBoard are given, read back from what their own libraries wrote and read."""
 
 import json
-import logging
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from hone.config.sections import TensorBoardConfig
 from hone.monitors import trackers
 from hone.monitors.logging_setup import start_logging
 from hone.monitors.metrics_log import Metrics, read_rows
-from hone.monitors.report import StepReport
+from hone.monitors.step_lines import RolloutLines
 from hone.monitors.trackers import COLUMNS, TensorBoard, Tracker, Trackers, spread_by_reward
 from tests.hangs import HANG_SECONDS
 
@@ -38,10 +37,9 @@ def rows(step, count=20):
 
 def run(path, asked, steps=range(1, 13)):
     with Metrics(path, asked) as metrics:
-        report = StepReport(None, asked.max_steps, 1, metrics)
         for step in steps:
-            report.report_samples(step, lambda step=step: rows(step))
-            report.write_row(step, {"reward/mean": step / 10})
+            metrics.on_rollouts(step, {}, lambda step=step: rows(step))
+            metrics.on_step(step, {"reward/mean": step / 10})
 
 
 def test_samples_go_from_the_lowest_reward_to_the_highest():
@@ -186,19 +184,24 @@ def test_nothing_a_model_wrote_ends_the_code_it_is_shown_as(tmp_path):
 
 
 def test_a_rollout_is_logged_every_so_many_steps(caplog):
-    log = logging.getLogger("test")
-    with caplog.at_level("INFO", "test"):
-        report = StepReport(log, 10, 1)
+    values = {"batch/effective_batch_size": 1.0, "time/step": 1.0, "reward/mean": 0.5}
+    values |= dict.fromkeys(("perf/throughput", "seq_len/mean", "batch/async_level"), 1.0)
+    values["batch/off_policy_level/max"] = 0.0
+    every_third, never = RolloutLines(config(), 3), RolloutLines(config())
+    with caplog.at_level("INFO", "hone.orchestrator"):
         for step in range(1, 7):
-            report.report_samples(
-                step, lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)], 3
+            every_third.on_rollouts(
+                step,
+                values,
+                lambda step=step: [row | {"completion": "\x1b[2Jx"} for row in rows(step)],
             )
-            report.report_samples(step, lambda: 1 / 0)
-    assert [record.message.splitlines()[0] for record in caplog.records] == [
+            never.on_rollouts(step, values, lambda: 1 / 0)
+    samples = [record for record in caplog.records if "Sample ===" in record.message]
+    assert [record.message.splitlines()[0] for record in samples] == [
         "=== Step 3 Sample ===",
         "=== Step 6 Sample ===",
     ]
-    assert caplog.records[0].message.endswith(
+    assert samples[0].message.endswith(
         "Completion: \\x1b[2Jx\nReward: 0.5, advantage 0, 10 tokens (length)"
     )
 

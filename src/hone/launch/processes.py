@@ -30,9 +30,10 @@ from hone.config.secrets import secrets_variable
 from hone.config.sections import BACKEND_LOST
 from hone.inference.socket_binding import bind_socket
 from hone.launch.plan import Component, plan_components
-from hone.launch.run_callbacks import Follower, OnTerminal, Watcher
+from hone.launch.run_follower import Follower
 from hone.monitors import trackers
-from hone.monitors.progress_line import Live
+from hone.monitors.events import EventList, Events
+from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import whole_run_line
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
@@ -43,8 +44,8 @@ KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end
 log = logging.getLogger("hone.rl")
 
 
-def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
-    """Run the components until they end or the watcher stops them.
+def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
+    """Run the components until they end or a callback stops them.
 
     Raises ValueError with the cause if one of them fails.
     """
@@ -74,7 +75,8 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handle_signal)
-    told, live = step_of(sources[0]) if sources else 0, Live("rl")
+    done, progress_line = step_of(sources[0]) if sources else 0, ProgressLine("rl")
+    events = EventList(progress_line, callbacks)
     try:
         for part in parts:
             children.append(
@@ -86,12 +88,12 @@ def run_components(config: RLConfig, watcher: Watcher | None = None) -> None:
             ", ".join(f"{c.name} ({c.process.pid})" for c in children),
             run.logs,
         )
-        if watcher is not None and config.inference is not None:
-            watcher.on_servers([part.address for part in parts if part.address])
-        with live:
-            live.start_run(config.max_steps, told)
-            live.show_activity("starting")
-            watch_children(children, Follower(OnTerminal(live, watcher), run, weight_steps, told))
+        if config.inference is not None:
+            events.on_servers([part.address for part in parts if part.address])
+        with progress_line:
+            events.on_start(config.max_steps, done)
+            events.on_activity("starting")
+            watch_children(children, Follower(events, run, weight_steps, done))
     finally:
         end_children(children)
     log.info("%s", whole_run_line(run))

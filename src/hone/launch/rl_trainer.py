@@ -21,7 +21,7 @@ from hone.config.rl_config import RLConfig
 from hone.config.vf_rl_config import RLTrainerArgs, VfRLConfig, in_own_words
 from hone.environments import Environment
 from hone.environments.registry import add_folder
-from hone.launch.run_callbacks import Watcher
+from hone.monitors.events import Events
 from hone.monitors.metrics_log import read_rows
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
 from hone.orchestrator.rollouts_file import FILE
@@ -151,7 +151,7 @@ def _print_line(text: str) -> None:
         print(text, flush=True)
 
 
-class Console(Watcher):
+class Console(Events):
     """Print a run as RLTrainer does, and call the callbacks."""
 
     def __init__(self, config: VfRLConfig, run: RLConfig, callbacks: list[Callback]) -> None:
@@ -193,8 +193,8 @@ class Console(Watcher):
                 time.sleep(0.2)
         _print_line("Inference server is ready")
 
-    def on_step(self, row: dict[str, Any]) -> bool:
-        args, step = self.config.trainer.args, row["step"]
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
+        args, row = self.config.trainer.args, {"step": step, **values}
         if step % args.logging_steps == 0 or step == args.max_steps:
             _print_line(loss_line(row))
             _print_line(in_own_words(step_line(row, args.max_steps)))

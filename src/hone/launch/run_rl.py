@@ -9,26 +9,26 @@ from hone.config.rl_config import RLConfig
 from hone.environments import Environment
 from hone.launch.fork import fork_run
 from hone.launch.plan import uses_processes
-from hone.launch.run_callbacks import Watcher
+from hone.monitors.events import Events
 
 
 def main(
     config: RLConfig,
-    watcher: Watcher | None = None,
+    callbacks: Events | None = None,
     environments: dict[str, Environment] | None = None,
 ) -> None:
     """Run `rl`.
 
     Args:
-        watcher: receives the events of the run.
+        callbacks: receives the events of the run.
         environments: by name, instead of those of the configuration.
     """
     with dashboard_over(config):
-        run_rl(fork_run(config), watcher, environments)
+        run_rl(fork_run(config), callbacks, environments)
 
 
 def run_rl(
-    config: RLConfig, watcher: Watcher | None, environments: dict[str, Environment] | None
+    config: RLConfig, callbacks: Events | None, environments: dict[str, Environment] | None
 ) -> None:
     if uses_processes(config):
         if environments is not None:
@@ -37,11 +37,11 @@ def run_rl(
             )
         from hone.launch.processes import run_components
 
-        run_components(config, watcher)
+        run_components(config, callbacks)
     else:
         from hone.launch.colocated import main as colocated
 
-        colocated(config, watcher, environments)
+        colocated(config, callbacks, environments)
 
 
 @contextlib.contextmanager

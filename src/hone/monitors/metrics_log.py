@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.sections import RunConfig
+from hone.monitors.events import Events
 from hone.monitors.trackers import Rows, TensorBoard, Tracker, Trackers, Wandb
 
 
@@ -20,28 +21,38 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Metrics:
-    """Context manager; `log_metrics(step, values)` appends a line."""
+class Metrics(Events):
+    """Write the metrics of a run, one row per step, and pass rows and rollouts to the trackers."""
 
     def __init__(self, path: Path, config: RunConfig) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        goes_on = path.exists() and path.stat().st_size > 0
+        is_resumed = path.exists() and path.stat().st_size > 0
         self.file = path.open("a")
+        self.max_steps = getattr(config, "max_steps", None) or 0
         makers: list[tuple[str, Callable[[], Tracker]]] = []
         if (wandb := config.wandb) is not None:
-            makers.append(("wandb", lambda: Wandb(path.parent, path.stem, wandb, config, goes_on)))
+            makers.append(
+                ("wandb", lambda: Wandb(path.parent, path.stem, wandb, config, is_resumed))
+            )
         if (board := config.tensorboard) is not None:
             makers.append(("tensorboard", lambda: TensorBoard(path.parent, board, config)))
         self.trackers = Trackers(makers)
 
-    def log_metrics(self, step: int, values: dict[str, float]) -> None:
+    def write_row(self, step: int, values: dict[str, float]) -> None:
         self.file.write(json.dumps({"step": step, **values}) + "\n")
         self.file.flush()
         self.trackers.log_row(step, values)
 
-    def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
-        """Send rollouts to the trackers; the run's own files have all of them."""
-        self.trackers.log_rollouts(step, max_steps, rows)
+    def on_rollouts(self, step: int, values: dict[str, float], rows: Callable[[], Rows]) -> None:
+        self.trackers.log_rollouts(step, self.max_steps, rows)
+
+    def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
+        if is_row:
+            self.write_row(version, values)
+
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
+        self.write_row(step, values)
+        return True
 
     def __enter__(self) -> "Metrics":
         return self

@@ -3,9 +3,11 @@
 from types import TracebackType
 from typing import Any
 
+from hone.monitors.events import Events
 
-class Live:
-    """Context manager of the progress line."""
+
+class ProgressLine(Events):
+    """Context manager that shows the progress line while it is open."""
 
     def __init__(self, name: str, is_on: bool = True) -> None:
         from rich.console import Console
@@ -34,7 +36,7 @@ class Live:
             self._bar = Progress(*columns, console=console, transient=True)
             self._task = self._bar.add_task(name, total=None, said="", doing="")
 
-    def __enter__(self) -> "Live":
+    def __enter__(self) -> "ProgressLine":
         if self.is_on:
             self._bar.start()
         return self
@@ -48,17 +50,20 @@ class Live:
         if self.is_on:
             self._bar.stop()
 
-    def start_run(self, total: int, done: int = 0) -> None:
-        """Set the number of steps in total and done."""
+    def on_start(self, max_steps: int, done: int) -> None:
         if self.is_on:
-            self._bar.update(self._task, total=total, completed=done)
+            self._bar.update(self._task, total=max_steps, completed=done)
 
-    def show_activity(self, what: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the current activity, as in `generating 5/16`."""
+    def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
         if self.is_on:
-            self._bar.update(self._task, doing=what if done is None else f"{what} {done}/{total}")
+            self._bar.update(self._task, doing=f"{name} {done}/{total}" if total else name)
 
-    def show_step(self, said: str) -> None:
-        """Count a finished step; `said` summarizes it."""
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
         if self.is_on:
+            said = (
+                f"reward {values['reward/mean']:.4f}"
+                if "reward/mean" in values
+                else f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s"
+            )
             self._bar.update(self._task, advance=1, said=said)
+        return True

@@ -1,9 +1,81 @@
 """The step lines of the console, as scripts read them: `Step N | Time: … | Reward: …`."""
 
+import logging
+from collections.abc import Callable
 from typing import Any
 
+from hone.config.sections import RunConfig
+from hone.monitors.events import Events
+from hone.monitors.logging_setup import SUCCESS
 from hone.monitors.metrics_log import read_rows
+from hone.monitors.trackers import Rows, spread_by_reward
 from hone.run_directory import RunDirectory
+
+
+class StepLines(Events):
+    """Log a line per event. Lines of steps outside `log_interval` go only to the log files."""
+
+    def __init__(self, config: RunConfig, log: str) -> None:
+        self.max_steps = getattr(config, "max_steps", None)
+        self.log_interval = config.log_interval
+        self.log = logging.getLogger(f"hone.{log}")
+
+    def on_start(self, max_steps: int, done: int) -> None:
+        self.max_steps = max_steps
+
+    def on_last_step(self, step: int) -> None:
+        self.max_steps = step
+
+    def log_line(self, step: int, line: str, level: int = SUCCESS) -> None:
+        interval = self.log_interval
+        is_shown = interval and (step == self.max_steps or step % interval == 0)
+        self.log.log(level, "%s", line, extra={"console": bool(is_shown)})
+
+    def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
+        self.log.info("%s", evaluation_line(version, values))
+
+
+class RolloutLines(StepLines):
+    """Lines of the orchestrator: rollouts, evaluations, and the summary of a step."""
+
+    def __init__(self, config: RunConfig, log_samples: int = 0) -> None:
+        super().__init__(config, "orchestrator")
+        self.log_samples = log_samples
+
+    def on_rollouts(self, step: int, values: dict[str, float], rows: Callable[[], Rows]) -> None:
+        if not values["batch/effective_batch_size"]:
+            self.log_line(step, why_no_signal(step, values), logging.WARNING)
+        self.log_line(step, orchestrator_line(step, values))
+        if self.log_samples and step % self.log_samples == 0 and (found := rows()):
+            self.log.info("%s", sample_lines(step, spread_by_reward(found, 3)[len(found) > 2]))
+
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
+        self.log_line(step, summary_line(step, values), logging.INFO)
+        return True
+
+
+class TrainerLines(StepLines):
+    """Lines of the RL trainer."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config, "trainer")
+
+    def on_trained(self, step: int, values: dict[str, float]) -> None:
+        self.log_line(step, trainer_line(step, values))
+
+    def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
+        pass  # the orchestrator's lines have it
+
+
+class SFTLines(StepLines):
+    """Lines of supervised fine-tuning."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config, "sft")
+
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
+        self.log_line(step, sft_line(step, values))
+        return True
 
 
 def orchestrator_line(step: int, values: dict[str, float]) -> str:

@@ -123,7 +123,7 @@ class Orchestrator:
         self.without_signal: list[Group] = []  # that were replaced, since the last step
         self.stale = 0
         # Told of groups that are ready for a step
-        self.heard: Callable[[int, int], None] = lambda done, total: None
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
 
@@ -293,7 +293,7 @@ class Orchestrator:
             self.without_signal.append(group)
         else:
             self.ready[number] = group
-            self.heard(len(self.ready), self.config.prompts_per_step)
+            self.on_progress(len(self.ready), self.config.prompts_per_step)
         self._start_groups()
 
     def _drop_stale(self) -> None:

@@ -26,9 +26,10 @@ from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate_environments
 from hone.monitors import trackers
 from hone.monitors.event_loop_lag import Lag
+from hone.monitors.events import EventList, Events
 from hone.monitors.logging_setup import component_log
 from hone.monitors.metrics_log import Metrics, read_rows
-from hone.monitors.report import StepReport
+from hone.monitors.step_lines import RolloutLines
 from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
@@ -100,8 +101,8 @@ async def run_orchestrator(
         Pulse(run.pulse_file("orchestrator")),
         Watch({"trainer": run.pulse_file("trainer")}, log),
     ):
-        report = StepReport(log, config.max_steps, config.log_interval, metrics)
-        rows = MetricsRows(report, run)
+        events = EventList(metrics, RolloutLines(config, config.log_samples))
+        rows = MetricsRows(events, run)
         assert weights.current is not None
         rows.write_trained(weights.version, weights.current.metrics)  # if it was killed before that
 
@@ -110,15 +111,14 @@ async def run_orchestrator(
                 values = await evaluate_environments(
                     config.eval, held_out, fleet.urgent, config.seed
                 )
-                report.write_row(version, values)
-                report.report_evaluation(version, values)
+                events.on_evaluation(version, values, True)
 
         async def whole_run() -> None:
             if first == 1:
                 async with weights.busy:
                     await evaluate_version(0)
             orchestrator.on_adopted(weights.version)
-            await run_steps(config, run, orchestrator, weights, rows, lag, first)
+            await run_steps(config, run, orchestrator, weights, events, lag, first)
 
         lag = Lag(log)
         gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
@@ -162,8 +162,8 @@ async def run_steps(
     config: OrchestratorRunConfig,
     run: RunDirectory,
     orchestrator: Orchestrator,
-    weights: "Weights",
-    rows: "MetricsRows",
+    weights: Weights,
+    events: Events,
     lag: Lag,
     first: int,
 ) -> None:
@@ -174,10 +174,8 @@ async def run_steps(
         collected = await orchestrator.collect_step(step, config.max_steps)
         times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
         values = {**collected.measure(), **times, **lag.take_metrics()}
-        rows.report.report_rollouts(step, values)
-        rows.report.report_samples(
-            step, partial(tracker_rows, step, collected.groups), config.log_samples
-        )
+        values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
+        events.on_rollouts(step, values, partial(tracker_rows, step, collected.groups))
         await weights.proven.wait()
         await asyncio.to_thread(publish_step, collected, values, run)
     await weights.at_least(config.max_steps)
@@ -227,12 +225,12 @@ def publish_step(collected: Collected, values: dict[str, float], run: RunDirecto
 class MetricsRows:
     """Rows of metrics.jsonl: the sampling metrics of a step joined with its training metrics."""
 
-    def __init__(self, report: StepReport, run: RunDirectory) -> None:
-        self.report, self.run = report, run
+    def __init__(self, events: Events, run: RunDirectory) -> None:
+        self.events, self.run = events, run
         self.last = max((row["step"] for row in read_rows(run.metrics)), default=0)
 
     def write_trained(self, step: int, values: dict[str, float]) -> None:
         sampled = (read_progress(self.run.rollouts / f"step_{step}") or {}).get("metrics")
         if sampled is not None and values and step > self.last:
-            self.report.report_step(step, sampled | values)
+            self.events.on_step(step, sampled | values)
             self.last = step

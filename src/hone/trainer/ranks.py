@@ -131,3 +131,6 @@ class Ranks:
         parts = [torch.empty_like(padded) for _ in lengths]
         dist.all_gather(parts, padded)
         return torch.cat([part[:n] for part, n in zip(parts, lengths, strict=True)]).cpu().numpy()
+
+
+ALONE = Ranks()

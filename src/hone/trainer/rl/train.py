@@ -7,6 +7,7 @@ It owns the run directory: it claims it, sets the run's id and publishes the sta
 the orchestrator waits for. Also run as a file under torchrun.
 """
 
+import asyncio
 import logging
 import math
 import runpy
@@ -20,40 +21,26 @@ import numpy as np
 import torch
 
 from hone import preemption
-from hone.config.help import to_toml
 from hone.config.rl_config import BenchConfig, TrainerRunConfig
-from hone.kernels import cpu, fingerprints
+from hone.kernels import fingerprints
 from hone.kernels.gpu.compiling import together
 from hone.models.hf import hf_tensors, write_description
-from hone.models.loading import Loaded, load_configured
+from hone.models.loading import load_configured
 from hone.models.weight_proof import CanaryScorer, Proof, canary_ids
+from hone.monitors.events import EventList
 from hone.monitors.logging_setup import component_log
-from hone.monitors.provenance import device_name, made_by
-from hone.monitors.report import StepReport
+from hone.monitors.step_lines import TrainerLines
 from hone.records import Batch, Sample
-from hone.run_directory import RunDirectory, appearing_directory
-from hone.trainer.checkpoint import (
-    Checkpoints,
-    forget_after,
-    metrics_of,
-    progress_of,
-    restore_checkpoint,
-    resume_from,
-)
+from hone.run_directory import appearing_directory
 from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
+from hone.trainer.rl.run_loop import run_rl_steps
 from hone.trainer.rl.trainer import PolicyTrainer
-from hone.trainer.sharding import Export
-from hone.trainer.weight_files import save_weights
-from hone.transport.batches import Batches, FileBatches, read_progress, write_progress
-from hone.transport.deadlines import Pulse, PulseOf, Wait, Watch, wait_for
+from hone.trainer.run_session import RunSession, describe_training, rank_name
+from hone.transport.batches import FileBatches, read_progress, write_progress
+from hone.transport.deadlines import PulseOf, Wait, Watch, wait_for
 from hone.transport.delivery import TEXT, Canary, Delivery, remove_before, write_delivery
 from hone.transport.transports import make_sender
-
-
-def _take_unless_preempted(batches: Batches, step: int) -> Batch | None:
-    """Return the batch of a step, an empty one if the run was asked to leave, or None to wait."""
-    return Batch(step, []) if preemption.is_asked() else batches.take(step)
 
 
 def main(config: TrainerRunConfig) -> None:
@@ -61,13 +48,9 @@ def main(config: TrainerRunConfig) -> None:
     ranks = Ranks.join_ranks(config.batch_timeout + config.ranks_timeout)
     if config.bench:
         return run_bench(config, config.bench, ranks)
-    run = RunDirectory(config.output_dir, "rl", config.layout)
-    weight_steps = config.weights.list_steps(config.max_steps)
-    sources = resume_from(run, config.resume)
-    if ranks.is_first:  # before seconds of loading
-        run.check_claim(
-            clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps
-        )
+    session = RunSession(config, "rl", "trainer", ranks, config_name="trainer")
+    run = session.run
+    session.check_claim()
     loaded = load_configured(config.model, seed=config.seed)
     trainer = PolicyTrainer(
         loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed
@@ -75,78 +58,65 @@ def main(config: TrainerRunConfig) -> None:
     with together():
         trainer.compile_kernels()
         fingerprints.rehearse(torch.empty(0, dtype=loaded.dtype, device=trainer.device))
-    state = config.to_public_dict()
-    first = 1 + restore_checkpoint(sources, trainer.optimizer, config, ranks)
-    ranks.barrier()  # nobody reads what the first is about to change
+    session.begin(loaded, trainer.optimizer)
     log = component_log("trainer")
-    if ranks.is_first:
-        run.claim_run(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
-        log = component_log("trainer", run.logs)  # the log of an earlier run is gone now
-        if sources:
-            forget_after(first - 1, run)
-            hand_on(progress_of(sources, first - 1), run.rollouts / f"step_{first - 1}")
-        run.write_config(to_toml(config), "trainer")
-        run.keep_tokenizer(loaded.directory)
-        run.write_facts(device=device_name(trainer.device, ranks.count), **made_by())
-        log.info(
-            "Training %s (%.2fM parameters, %s on %s%s), steps %d to %d, with an orchestrator over %s",
-            config.model.name,
-            sum(p.numel() for p in loaded.model.parameters()) / 1e6,
-            str(loaded.dtype)[6:],
-            cpu.words(trainer.device.type),
-            f" x {ranks.count}" if ranks.count > 1 else "",
-            first,
-            config.max_steps,
-            run.path,
-        )
-    ranks.barrier()  # the run has its id
-    run.id = run.id_on_disk()
-    export = Export(loaded.model, ranks, loaded.dtype)
-    publish = Publisher(loaded, export, run, config, log)
-    checkpoints = Checkpoints(run, trainer.optimizer, config.ckpt, ranks)
-    names = ["trainer", *(f"trainer rank {i}" for i in range(1, ranks.count))]
-    peers = {name: run.pulse_file(name) for name in ("orchestrator", *names[1:])}
-    watch = Watch(peers if ranks.is_first else {}, log)
-    batches, hint = FileBatches(run.rollouts, run.id), f"is there an orchestrator over {run.path}? "
-    hint += f"(orchestrator @ FILE --output-dir {run.path})"
-    report = StepReport(log, config.max_steps, config.log_interval)
-    with Pulse(run.pulse_file(names[ranks.rank])), watch, publish:
-        values = metrics_of(sources, first - 1)
-        preemption.steps_begin()
-        publish(first - 1, values)
-        for step in range(first, config.max_steps + 1):
-            start = time.perf_counter()
-            what = f"the rollouts of step {step} in {run.rollouts}"
-            wait = Wait(what, config.batch_timeout, log, hint)
-            take = partial(_take_unless_preempted, batches, step)
-            batch = wait_for(wait, take, run.require_own)
-            if ranks.any_rank(preemption.is_asked(), trainer.device):
-                before = read_progress(run.rollouts / f"step_{step - 1}")
-                checkpoints.leave_run(step - 1, state, values, before)
-            waited = time.perf_counter() - start
-            values = trainer.step(batch) | {"time/wait_for_batch": waited}
-            start = time.perf_counter()
-            if trainer.trained is not None:
-                trainer.trained.write_files(run.rollouts / f"step_{step}", ranks.rank)
-            is_last = step == config.max_steps
-            if step in weight_steps:
-                sampled = (read_progress(run.rollouts / f"step_{step}") or {}).get("metrics") or {}
-                save_weights(
-                    export, run, step, config.max_steps, loaded, config.model.name, sampled | values
-                )
-            checkpoints.save_if_due(
-                step, is_last, state, values, read_progress(run.rollouts / f"step_{step}")
-            )
-            publish(step, values | {"time/save": time.perf_counter() - start})
-            if ranks.is_first:
-                report.report_training(step, values)
-                batches.acknowledge(step)
-        publish.finish_publishing()
-        last = max(first - 1, config.max_steps)
-        if ranks.is_first:
-            run.note_end(last)
+    log.info("%s", describe_training(session, f"with an orchestrator over {run.path}"))
+    publisher = Publisher(session, log)
+    source = FileSource(session, trainer.device, log)
+    lines = TrainerLines(config) if ranks.is_first else None
+    peers = ["orchestrator", *(rank_name("trainer", i) for i in range(1, ranks.count))]
+    watch = Watch({name: run.pulse_file(name) for name in peers if ranks.is_first}, log)
+    with session.show_heartbeat(), watch, publisher:
+        last = asyncio.run(run_rl_steps(session, trainer, source, publisher, EventList(lines)))
+        publisher.finish_publishing()
+        session.end(last)
         log.info("Weights of step %d in %s", last, run.weights_of(last))
     ranks.leave_ranks()
+
+
+class FileSource:
+    """A batch source: batches that an orchestrator in another process writes to the run's directory."""
+
+    def __init__(self, session: RunSession, device: torch.device, log: logging.Logger) -> None:
+        self.session, self.device, self.log = session, device, log
+        self.run, self.ranks = session.run, session.ranks
+        self.batches = FileBatches(self.run.rollouts, self.run.id)
+        self.waited = 0.0  # seconds
+        if self.ranks.is_first:
+            restore_progress(session.progress, self.run.rollouts / f"step_{session.done}")
+
+    async def take_batch(self, step: int) -> Batch | None:
+        start, path = time.perf_counter(), self.run.path
+        hint = f"is there an orchestrator over {path}? (orchestrator @ FILE --output-dir {path})"
+        what = f"the rollouts of step {step} in {self.run.rollouts}"
+        wait = Wait(what, self.session.config.batch_timeout, self.log, hint)
+
+        def take() -> Batch | None:
+            return Batch(step, []) if preemption.is_asked() else self.batches.take(step)
+
+        batch = wait_for(wait, take, self.run.require_own)
+        self.waited = time.perf_counter() - start
+        return None if self.ranks.any_rank(preemption.is_asked(), self.device) else batch
+
+    def on_launched(self) -> None:
+        pass
+
+    def read_metrics(self, step: int) -> dict[str, float]:
+        progress = self.read_progress(step) or {}
+        return (progress.get("metrics") or {}) | {"time/wait_for_batch": self.waited}
+
+    def read_progress(self, step: int) -> dict[str, Any] | None:
+        return read_progress(self.run.rollouts / f"step_{step}")
+
+    def end_step(self, step: int) -> None:
+        if self.ranks.is_first:
+            self.batches.acknowledge(step)
+
+    async def stop(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
 
 
 def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
@@ -180,7 +150,7 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
     ranks.leave_ranks()
 
 
-def hand_on(progress: dict[str, Any] | None, rollouts: Path) -> None:
+def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
     """Write the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless
     that exists.
     """
@@ -197,15 +167,14 @@ class Publisher:
     adapter.
     """
 
-    def __init__(
-        self,
-        loaded: Loaded,
-        export: Export,
-        run: RunDirectory,
-        config: TrainerRunConfig,
-        log: logging.Logger,
-    ) -> None:
-        self.loaded, self.export, self.run, self.log = loaded, export, run, log
+    def __init__(self, session: RunSession, log: logging.Logger) -> None:
+        self.loaded, self.export, self.run, self.log = (
+            session.loaded,
+            session.export,
+            session.run,
+            log,
+        )
+        loaded, export, run, config = self.loaded, self.export, self.run, session.config
         self.keep = config.max_async_level + 2
         self.is_first_time = True
         self.canary_ids, self.score = (
@@ -235,7 +204,10 @@ class Publisher:
         if self.export.ranks.is_first:
             self.sender.wait_for_receivers(lambda: not self.orchestrator.is_silent())
 
-    def __call__(self, version: int, metrics: dict[str, float]) -> None:
+    def update(self, version: int) -> None:
+        pass  # servers have weights of their own
+
+    def publish(self, version: int, metrics: dict[str, float]) -> None:
         """Publish a version. Collective; the first rank writes."""
         canary = Canary(self.canary_ids, self.score(self.canary_ids))
         if not all(map(math.isfinite, canary.logprobs)):

@@ -37,12 +37,11 @@ from hone.trainer.packing import (
     split_by_tokens,
 )
 from hone.trainer.performance import Laps, device_bytes, model_flops_utilization, peak_memory_gib
-from hone.trainer.ranks import Ranks
+from hone.trainer.ranks import ALONE, Ranks
 from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
 from hone.transport.trained_tokens import Trained
 
-ALONE = Ranks()
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
 # So many numbers of a micro-batch, where others are of its tokens

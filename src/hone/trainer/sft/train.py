@@ -12,6 +12,7 @@ import runpy
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,18 @@ from typing import Any
 import torch
 
 from hone import preemption
-from hone.config.help import to_toml
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, DataConfig, SFTConfig
-from hone.kernels import cpu
 from hone.models.loading import Loaded, load_configured
 from hone.models.lora import add_lora, seed_dropout
 from hone.models.transformer import Transformer
 from hone.monitors import trackers
+from hone.monitors.events import EventList
 from hone.monitors.logging_setup import component_log
 from hone.monitors.metrics_log import Metrics
-from hone.monitors.progress_line import Live
-from hone.monitors.provenance import device_name, made_by
-from hone.monitors.report import StepReport
-from hone.run_directory import RunDirectory
+from hone.monitors.progress_line import ProgressLine
+from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import handle_bad_step
-from hone.trainer.checkpoint import Checkpoints, forget_after, restore_checkpoint, resume_from
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack_sequences
@@ -46,7 +43,8 @@ from hone.trainer.performance import (
     peak_memory_gib,
     print_bench,
 )
-from hone.trainer.ranks import Ranks
+from hone.trainer.ranks import ALONE, Ranks
+from hone.trainer.run_session import RunSession, describe_training
 from hone.trainer.sft.data import (
     Conversations,
     Data,
@@ -57,9 +55,7 @@ from hone.trainer.sft.data import (
 )
 from hone.trainer.sft.data_sources import Source, load_rows
 from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, survey_data
-from hone.trainer.sharding import Export, shard_model
-from hone.trainer.weight_files import save_weights
-from hone.transport.deadlines import Pulse
+from hone.trainer.sharding import shard_model
 
 DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
@@ -78,40 +74,81 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     ranks = Ranks.join_ranks(config.ranks_timeout)
     if config.bench:
         return run_bench(config, rows, ranks)
-    run = RunDirectory(config.output_dir, "sft", config.layout)
-    sources = resume_from(run, config.resume)
+    session = RunSession(config, "sft", "sft", ranks)
     loaded, optimizer = prepare_model(config, ranks)
-    done = restore_checkpoint(sources, optimizer, config, ranks)
-    ranks.barrier()  # nobody reads what the first is about to change
-    if not ranks.is_first:
-        Trainer(config, loaded, optimizer, run, build_report(config), ranks, evaluate).train_steps(
-            rows, val_rows, done
-        )
-        return ranks.leave_ranks()
-    run.claim_run(
-        clean=config.may_start_anew,
-        resume=bool(sources),
-        weight_steps=config.weights.list_steps(config.max_steps) if config.max_steps else [],
-    )
-    if sources:
-        forget_after(done, run)
-    run.write_config(to_toml(config))
-    run.write_facts(device=device_name(loaded.model.embed.weight.device, ranks.count), **made_by())
-    with Pulse(run.pulse_file("sft")), Metrics(run.metrics, config) as metrics:
-        report = build_report(config, run.logs, metrics)
-        Trainer(config, loaded, optimizer, run, report, ranks, evaluate).train_steps(
-            rows, val_rows, done
-        )
-        run.note_end(config.max_steps or 1)
+    session.begin(loaded, optimizer)
+    trainer = Trainer(config, loaded, optimizer, session.run.bad_steps, ranks)
+    run_steps = partial(train_steps, session, trainer, rows, val_rows, evaluate)
+    if ranks.is_first:
+        with session.show_heartbeat(), Metrics(session.run.metrics, config) as metrics:
+            with ProgressLine("sft") as progress_line:
+                run_steps(EventList(metrics, SFTLines(config), progress_line))
+            session.end(config.max_steps or 1)
+    else:
+        run_steps(EventList())
     ranks.leave_ranks()
 
 
-def build_report(
-    config: SFTConfig, logs: Path | None = None, metrics: Metrics | None = None
-) -> StepReport:
-    return StepReport(
-        component_log("sft", logs), config.max_steps or 0, config.log_interval, metrics
+def train_steps(
+    session: RunSession,
+    trainer: "Trainer",
+    rows: DataSets,
+    val_rows: DataSets,
+    evaluate: Evaluate | None,
+    events: EventList,
+) -> None:
+    """Take the steps of a run that its session has not taken yet. Collective."""
+    config, run, log = trainer.config, session.run, trainer.log
+    data = trainer.load_data(rows)
+    data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
+    val = trainer.load_val_data(val_rows)
+    val_config = data_config.model_copy(update={"weights": None, "shuffle": False})
+    max_steps = config.max_steps or sum(
+        1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
     )
+    # The order of the data follows from the seed, so a resumed run skips what was trained on.
+    batches = islice(iterate_steps(data, data_config, config.seed), session.done, None)
+    session.max_steps = max_steps
+    log.info("%s", describe_training(session, f"on {data.count} conversations"))
+    start, step = time.perf_counter(), session.done
+
+    def evaluate_if_due(step: int, last: int) -> dict[str, float]:
+        """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
+        if config.eval is None or not config.eval.is_due(step, last):
+            return {}
+        values: dict[str, float] = {}
+        model = session.export() if trainer.optimizer.is_sharded else trainer.model
+        if session.ranks.is_first and evaluate is not None and model is not None:
+            values = evaluate(model.to(trainer.device), session.loaded.tokenizer, step)
+            events.on_evaluation(step, values, step == 0)
+        session.ranks.barrier()
+        return values
+
+    preemption.steps_begin()
+    events.on_start(max_steps, session.done)
+    if session.done == 0:
+        evaluate_if_due(0, max_steps)
+    for step in range(session.done + 1, max_steps + 1):
+        values = trainer.train_step(step, max_steps, batches)
+        is_last = step == max_steps or trainer.is_out_of_time(start)
+        if is_last:
+            session.max_steps = step
+            events.on_last_step(step)
+        if config.val and (is_last or step % config.val.interval == 0):
+            values["val/loss"] = trainer.validation_loss(val, val_config)
+        values |= evaluate_if_due(step, step if is_last else max_steps)
+        events.on_step(step, values)
+        if not is_last and session.ranks.any_rank(preemption.is_asked(), trainer.device):
+            session.leave(step, values)
+        session.save_step(step, is_last, values)
+        if is_last:
+            break
+    if isinstance(data, StreamedConversations) and data.dropped_count:
+        trainer.log_data_line(
+            f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
+        )
+    seconds = time.perf_counter() - start
+    log.info("Weights of step %d in %s (%.1f s)", step, run.weights_of(step), seconds)
 
 
 def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
@@ -126,8 +163,7 @@ def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
 def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Print where the time of a step goes; write nothing."""
     loaded, optimizer = prepare_model(config, ranks)
-    run = RunDirectory(config.output_dir, "sft", config.layout)
-    trainer = Trainer(config, loaded, optimizer, run, build_report(config), ranks)
+    trainer = Trainer(config, loaded, optimizer, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
     batches, measured = iterate_steps(data, data_config, config.seed), []
@@ -141,107 +177,41 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
 
 
 class Trainer:
-    """Train a model. Only the first rank's report has metrics, and only it writes."""
+    """Steps of supervised fine-tuning on a model."""
 
     def __init__(
         self,
         config: SFTConfig,
         loaded: Loaded,
         optimizer: Optimizer,
-        run: RunDirectory,
-        report: StepReport,
-        ranks: Ranks,
-        evaluate: Evaluate | None = None,
+        bad_steps: Path,
+        ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.loaded, self.run, self.report, self.log = (
-            config,
-            loaded,
-            run,
-            report,
-            report.log,
-        )
+        self.config, self.loaded, self.bad_steps = config, loaded, bad_steps
         self.ranks, self.model = ranks, loaded.model
+        self.log = component_log("sft")
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
-        self.optimizer, self.evaluate = optimizer, evaluate
+        self.optimizer = optimizer
         self.row_tokens = config.data.seq_len or UNKNOWN_ROW_TOKENS
-        self.export = Export(self.model, ranks, loaded.dtype)
-        self.checkpoints = Checkpoints(run, optimizer, config.ckpt, ranks)
         self.model.recomputes = config.activation_checkpointing
 
-    def train_steps(self, rows: DataSets, val_rows: DataSets, done: int) -> None:
-        """Take the steps after `done`."""
-        config = self.config
-        data = self.load_data(rows)
-        data_config = config.data.model_copy(update={"seq_len": self.row_tokens})
-        val = Conversations(
-            val_rows,
-            self.loaded.tokenizer,
-            self.max_conversation_tokens,
-            config.data.train_on,
-            config.data.rewritten_turns == "last",
-        )
-        if val_rows:
-            survey_data(val, config.data, "val.name", self.log_data_line)
-        data_of_val = data_config.model_copy(update={"weights": None, "shuffle": False})
-        max_steps = config.max_steps or sum(
-            1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
-        )
-        # Their order follows from the seed
-        batches = islice(iterate_steps(data, data_config, config.seed), done, None)
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.log.info(
-            "Training %s (%.2fM parameters, %s on %s) on %s conversations, steps %d to %d",
-            config.model.name,
-            parameters / 1e6,
-            str(self.loaded.dtype)[6:],
-            cpu.words(str(self.device)),
-            data.count,
-            done + 1,
-            max_steps,
-        )
-        start = time.perf_counter()
-        preemption.steps_begin()
-        with Live("sft", self.ranks.is_first) as live:
-            live.start_run(max_steps, done)
-            if done == 0 and config.eval and config.eval.is_due(0, max_steps):
-                values = self._evaluate_if_due(0)
-                self.report.write_row(0, values)
-            step = done
-            for step in range(done + 1, max_steps + 1):
-                values = self.train_step(step, max_steps, batches)
-                is_last = step == max_steps or self._is_over(start)
-                if config.val and (is_last or step % config.val.interval == 0):
-                    values["val/loss"] = self.validation_loss(val, data_of_val)
-                if config.eval and config.eval.is_due(step, step if is_last else max_steps):
-                    values |= self._evaluate_if_due(step)
-                live.show_step(
-                    f"loss {values['loss/mean']:.4f}, {values['perf/throughput']:.0f} tokens/s"
-                )
-                self.report.max_steps = step if is_last else max_steps
-                self.report.report_sft_step(step, values)
-                if not is_last and self.ranks.any_rank(preemption.is_asked(), self.device):
-                    self.checkpoints.leave_run(step, config.to_public_dict(), values)
-                self._write_step(step, values, is_last)
-                if is_last:
-                    break
-        if isinstance(data, StreamedConversations) and data.dropped_count:
-            self.log_data_line(
-                f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
-            )
-        self.log.info(
-            "Weights of step %d in %s (%.1f s)",
-            step,
-            self.run.weights_of(step),
-            time.perf_counter() - start,
-        )
-
-    def _is_over(self, start: float) -> bool:
+    def is_out_of_time(self, start: float) -> bool:
         """Return True if max_seconds have passed on any rank."""
         limit = self.config.max_seconds
         if limit is None:
             return False
         return self.ranks.any_rank(time.perf_counter() - start >= limit, self.device)
+
+    def load_val_data(self, rows: DataSets) -> Conversations:
+        """Return the validation data. Raises ValueError like `load_data`."""
+        config = self.config.data
+        last_only = config.rewritten_turns == "last"
+        most = self.max_conversation_tokens
+        val = Conversations(rows, self.loaded.tokenizer, most, config.train_on, last_only)
+        if rows:
+            survey_data(val, config, "val.name", self.log_data_line)
+        return val
 
     def load_data(self, rows: DataSets) -> Data:
         """Return the data of this run, and fix the row length.
@@ -290,25 +260,6 @@ class Trainer:
         """Return the most tokens of a conversation, by row length and positions."""
         return min(self.row_tokens, self.max_positions)
 
-    def _write_step(self, step: int, values: dict[str, float], is_last: bool) -> None:
-        config = self.config
-        self.checkpoints.save_if_due(step, is_last, config.to_public_dict(), values)
-        if is_last or (config.weights.interval and step % config.weights.interval == 0):
-            max_steps = self.report.max_steps
-            save_weights(
-                self.export, self.run, step, max_steps, self.loaded, config.model.name, values
-            )
-
-    def _evaluate_if_due(self, step: int) -> dict[str, float]:
-        """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
-        values: dict[str, float] = {}
-        model = self.export() if self.optimizer.is_sharded else self.model
-        if self.ranks.is_first and self.evaluate is not None and model is not None:
-            values = self.evaluate(model.to(self.device), self.loaded.tokenizer, step)
-            self.report.report_evaluation(step, values)
-        self.ranks.barrier()
-        return values
-
     def train_step(
         self, step: int, max_steps: int, batches: Iterator[list[Row]]
     ) -> dict[str, float]:
@@ -347,7 +298,7 @@ class Trainer:
             def describe(i: int) -> dict[str, Any]:
                 return dict(zip(("ids", "mask"), flat[i], strict=True))
 
-            where = (self.optimizer, self.run.bad_steps, self.config.on_bad_step)
+            where = (self.optimizer, self.bad_steps, self.config.on_bad_step)
             handle_bad_step(
                 step, grad_norm, len(flat), backward_alone, describe, *where, self.ranks
             )

@@ -1,0 +1,142 @@
+"""The loop of an RL run: a batch in, an optimizer step, a new version of the policy out.
+
+    BatchSource ── take_batch ──► PolicyTrainer.begin_step ──► PolicySink.update ─► RunSession.save_step ─► publish
+    the orchestrator, or files                                 same storage, or a delivery
+
+`launch/colocated.py` runs it with an orchestrator in the same process, `trainer/rl/train.py` with one in another.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from hone import preemption
+from hone.monitors.events import Events
+from hone.records import Batch
+from hone.trainer.rl.trainer import PolicyTrainer
+from hone.trainer.run_session import RunSession
+
+T = TypeVar("T")
+
+
+class BatchSource(Protocol):
+    """The origin of a run's batches."""
+
+    async def take_batch(self, step: int) -> Batch | None:
+        """Return the batch of a step, or None if the run was asked to stop."""
+
+    def on_launched(self) -> None:
+        """Use the time while a GPU computes the batch; called on the compute thread."""
+
+    def read_metrics(self, step: int) -> dict[str, float]:
+        """Return the metrics of a step's rollouts, once it has been trained on."""
+
+    def read_progress(self, step: int) -> dict[str, Any] | None:
+        """Return what a run that resumes after this step needs."""
+
+    def end_step(self, step: int) -> None:
+        """Confirm that the step is done and saved."""
+
+    async def stop(self) -> None:
+        """Cancel what is in flight: no further batch is taken."""
+
+    async def close(self) -> None:
+        """Release everything."""
+
+
+class PolicySink(Protocol):
+    """Whatever samples from the policy."""
+
+    def update(self, version: int) -> None:
+        """Follow the trainer's weights in shared storage; called on the compute thread."""
+
+    def publish(self, version: int, metrics: dict[str, float]) -> None:
+        """Deliver a version with the metrics of its step; called on the compute thread."""
+
+
+async def call_here(function: Callable[[], T]) -> T:
+    return function()
+
+
+async def evaluate_never(version: int) -> dict[str, float]:
+    return {}
+
+
+async def run_rl_steps(
+    session: RunSession,
+    trainer: PolicyTrainer,
+    source: BatchSource,
+    sink: PolicySink,
+    events: Events,
+    compute: Callable[[Callable[[], Any]], Awaitable[Any]] = call_here,
+    evaluate: Callable[[int], Awaitable[dict[str, float]]] = evaluate_never,
+) -> int:
+    """Take the steps of a run and return the last one.
+
+    Args:
+        compute: runs a function on the thread that owns the device.
+        evaluate: returns the metrics of an evaluation of a version, empty if none is due.
+
+    Raises:
+        Preempted: the run was asked to stop; it has a checkpoint.
+    """
+    max_steps, values = session.config.max_steps, session.metrics
+    preemption.steps_begin()
+    await compute(partial(sink.publish, session.done, values))
+    if session.done == 0 and (found := await evaluate(0)):
+        events.on_evaluation(0, found, True)
+    step = session.done
+    for step in range(session.done + 1, max_steps + 1):
+        batch = await source.take_batch(step)
+        if batch is None:
+            await source.close()
+            progress = source.read_progress(step - 1)
+            await compute(partial(session.leave, step - 1, values, progress))
+            return step - 1  # not reached: `leave` raises
+        events.on_activity("training")
+        read_numbers = await compute(partial(_launch_step, session, trainer, source, sink, batch))
+        trained = await compute(read_numbers)
+        values = source.read_metrics(step) | trained
+        events.on_trained(step, values)
+        if found := await evaluate(step):
+            events.on_evaluation(step, found, False)
+            values |= found
+        # The row is written before the checkpoint, so that a run that resumes from it has the row.
+        goes_on = events.on_step(step, values)
+        is_last = step == max_steps or not goes_on
+        if is_last:
+            await source.stop()
+        start, progress = time.perf_counter(), source.read_progress(step)
+        await compute(partial(session.save_step, step, is_last, values, progress))
+        saving = {"time/save": time.perf_counter() - start}
+        await compute(partial(sink.publish, step, values | saving))
+        if events.awaits_weights and session.writes_weights(step, is_last):
+            await compute(session.checkpoints.wait_until_written)
+            events.on_weights(session.run.weights_of(step))
+        source.end_step(step)
+        if is_last:
+            break
+    await source.close()
+    return step
+
+
+def _launch_step(
+    session: RunSession,
+    trainer: PolicyTrainer,
+    source: BatchSource,
+    sink: PolicySink,
+    batch: Batch,
+) -> Callable[[], dict[str, float]]:
+    """Launch a training step, and return a function that waits for its numbers."""
+    numbers = trainer.begin_step(batch, source.on_launched)
+    sink.update(batch.step)
+
+    def read_numbers() -> dict[str, float]:
+        values = numbers()
+        if trainer.trained is not None:
+            directory = session.run.rollouts / f"step_{batch.step}"
+            trainer.trained.write_files(directory, session.ranks.rank)
+        return values
+
+    return read_numbers
