@@ -126,9 +126,9 @@ def test_ctrl_c_writes_a_checkpoint_and_says_the_command_that_continues(kind, tr
 @pytest.mark.main_path
 def test_a_signal_that_comes_while_python_shuts_down_changes_nothing():
     code = (
-        "import os, signal; from hone import cli, leaving\n"
+        "import os, signal; from hone import cli, preemption\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1): kill(pid, number)\n"
-        "leaving.listen_for_signals(); late = Late(); cli._exit_process(0)"
+        "preemption.listen_for_signals(); late = Late(); cli._exit_process(0)"
     )
     command("python", "-c", code)
