@@ -20,13 +20,13 @@ from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.experimental.gluon._runtime import GluonASTSource
 from hone.kernels import gpu
-from hone.kernels.gpu import alone, compiling, held, rows
+from hone.kernels.gpu import compiling, decode_attention, few_row_products, row_kernels
 
 gpu.processors, gpu.shared_memory = lambda: 132, lambda: 227 * 2**10
 
 seen = []
 triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
-kernel = rows.swiglu_kernel
+kernel = row_kernels.swiglu_kernel
 names = dict(gate_up="*bf16", out="*bf16", F="i32", BLOCK="constexpr", PDL="constexpr")
 compiling.ALONE = 0  # others compile all
 
@@ -73,10 +73,10 @@ def in_gluon(kernel, numbers, known, uneven, warps, registers):
 half = dict.fromkeys(("x", "w", "bias", "residual", "norm", "out", "scaled"), "*bf16")
 numbers = half | dict.fromkeys(("squares", "own_squares"), "*fp32") | dict.fromkeys("MNKP", "i32") | {"eps": "fp32"}
 for rows, is_swiglu in ((1, False), (16, False), (32, True)):
-    tile = held.held_tile(rows, 1024, 2048, is_swiglu, False).constants(2048)
+    tile = few_row_products.held_tile(rows, 1024, 2048, is_swiglu, False).constants(2048)
     registers = tile.pop("maxnreg")
     around = dict(HAS_BIAS=True, SWIGLU=is_swiglu, SQUARES=64 * is_swiglu, ONTO=not is_swiglu, SHARE=None)
-    ptx = in_gluon(held.held_kernel, numbers, tile | around, ("M", "P", "eps"), tile["WARPS"], registers)
+    ptx = in_gluon(few_row_products.held_kernel, numbers, tile | around, ("M", "P", "eps"), tile["WARPS"], registers)
     assert "mma.sync" in ptx and "ld.global.v4.b32" in ptx
 
 half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out"), "*bf16")
@@ -87,10 +87,10 @@ shapes = ((16, 8, 128, 1, 8), (16, 8, 128, 1, 256), (28, 4, 128, 8, 300), (32, 8
 shapes += ((32, 2, 256, 2, 2), (40, 1, 64, 1, 2))
 for H, K, E, parts, count in shapes:
     C = gpu.power_of_2(H // K)
-    cut = alone.blocks_of(count, 1, 1024, C, E, False)._asdict()
+    cut = decode_attention.blocks_of(count, 1, 1024, C, E, False)._asdict()
     registers = cut.pop("maxnreg")
     sizes = dict(H=H, K=K, E=E, PAGE=64, C=C, PARTS=parts, NORM=True, SHARE=44)
-    ptx = in_gluon(alone.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
+    ptx = in_gluon(decode_attention.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
     assert all(name in ptx for name in ("mma.sync", "cp.async.cg.shared.global", "ldmatrix"))
 print("done")
 """
