@@ -156,7 +156,7 @@ def test_the_evaluation_and_the_inference_page(served):
 
     _, with_key, ask, *vllm = commands_of("inference.md")
     assert '"content"' in typed(ask.replace('"DIR"', '"MODEL"'), served)
-    assert "--api-key KEY" in with_key and all("vllm" in line for line in vllm)
+    assert with_key.startswith("HONE_API_KEY=KEY ") and all("vllm" in line for line in vllm)
 
 
 def test_the_page_on_exact_numerics(served):
