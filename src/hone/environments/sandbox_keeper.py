@@ -20,6 +20,7 @@ import signal
 import struct
 import sys
 import time
+import tokenize  # noqa: F401  # linecache imports it late, when no descriptor may be left to open it with
 import traceback
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
@@ -282,11 +283,9 @@ def run_code(code, names):
         pass
     except BaseException as error:
         sys.stdout.flush()
-        frames = traceback.extract_tb(error.__traceback__)
-        mine = [frame for frame in frames if frame.filename == "<python>"]
-        place = "".join(
-            f'  File "<python>", line {frame.lineno}, in {frame.name}\n' for frame in mine
-        )
+        frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        mine = [(code.co_name, line) for code, line in frames if code.co_filename == "<python>"]
+        place = "".join(f'  File "<python>", line {line}, in {name}\n' for name, line in mine)
         said = "".join(traceback.format_exception_only(error))
         sys.stderr.write((f"Traceback (most recent call last):\n{place}" if place else "") + said)
 
