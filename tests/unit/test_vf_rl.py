@@ -320,7 +320,7 @@ def test_how_often_the_console_prints(tmp_path, capsys):
             "reward": 0.0,
         }
         (place / "rollouts.jsonl").write_text(json.dumps(rollout, ensure_ascii=False) + "\n")
-        assert console.on_step(ROW | {"step": step})
+        assert console.on_step(step, ROW)
     out = capsys.readouterr().out
     assert [step for step in range(1, 6) if f"Step {step}/5" in out] == [2, 4, 5]
     assert [step for step in range(1, 6) if f"=== Step {step} Sample" in out] == [3]
@@ -341,7 +341,7 @@ def test_a_reward_that_does_not_rise_is_remarked_on(tmp_path, caplog, rewards, w
     config = loaded(tmp_path, "--trainer.args.sample-steps", "0")
     console = Console(config, config.as_rl(), [])
     for step, reward in enumerate(rewards, 1):
-        console.on_step(ROW | {"step": step, "reward/mean": reward})
+        console.on_step(step, ROW | {"reward/mean": reward})
     assert (words in caplog.text) if words else not caplog.text
     if words:
         assert (
@@ -353,7 +353,7 @@ def test_unstable_training_is_remarked_on_once(tmp_path, caplog):
     config = loaded(tmp_path, "--trainer.args.sample-steps", "0")
     console = Console(config, config.as_rl(), [])
     for step in (1, 2):
-        console.on_step(ROW | {"step": step, "is_masked/mean": 0.75})
+        console.on_step(step, ROW | {"is_masked/mean": 0.75})
     assert (
         caplog.text.count("training is unstable (mismatch KL 0.00, 75 % of the tokens masked)") == 1
     )

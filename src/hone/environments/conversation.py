@@ -1,8 +1,7 @@
 """The model as one rollout sees it: earlier turns keep their tokens, and each turn has its own
 seed.
 
-turn 1: messages ─► prompt ids, completion ids      turn 2: messages that continue turn 1's and its
-reply
+turn 1: messages ─► prompt ids, completion ids      turn 2: messages that continue turn 1's and its reply
                               └────────────────────────────► those ids, then the template's text after them
 """
 

@@ -1,7 +1,6 @@
 """Environments: a data set of tasks, the course of a conversation, and its reward.
 
-row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─►
-Rollout with reward
+row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
                                                             └─ client.chat(messages) ─► Turn
 rollouts of one example ─ score_group ─► rewards of functions that compare them
 """

@@ -1,8 +1,7 @@
 """Start a server for the duration of an evaluation, if none is given and the model can be loaded
 here.
 
-MODEL, or an adapter's directory ─► `inference` process on a free local port ─► Endpoint; it ends
-with this process
+MODEL, or an adapter's directory ─► `inference` process on a free local port ─► Endpoint; it ends with this process
 """
 
 import contextlib

@@ -1,7 +1,6 @@
 """`inference`: start a backend, serve its routes, and run both until interrupted.
 
-config ─► backend (backends.py, engine_process.py), which loads the model ─► Served ─► routes
-(app.py) on an open socket
+config ─► backend (backends.py, engine_process.py), which loads the model ─► Served ─► routes (app.py) on an open socket
 """
 
 import contextlib

@@ -2,8 +2,7 @@
 
 random prompts ─ engine: batches of all sizes, groups, continued prompts ─► tokens, logprobs ─┐
                           the same tokens, packed, through the training model ─► logprobs ──┴─► how many differ
-some of them token by token through both sides ─► after each block ────────────────────────► the
-first that differs
+some of them token by token through both sides ─► after each block ────────────────────────► the first that differs
 """
 
 import asyncio

@@ -1,8 +1,7 @@
 """Plan of a run: the components of a configuration, each with its devices and address.
 
 RLConfig ─ plan ─► [inference …, orchestrator, trainer ranks …] ─► processes.py starts them here;
-`--dry-run` and
-                                                                   Slurm show where each will be
+                                                                   `--dry-run` and Slurm show them
 """
 
 import socket

@@ -1,7 +1,6 @@
 """`vf-rl` and `hone.RLTrainer`: run `rl` from a file, or arguments, of verifiers' RLTrainer.
 
-VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console,
-callbacks
+VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
 """
 
 import contextlib

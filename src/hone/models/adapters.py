@@ -1,7 +1,6 @@
 """LoRA adapters for sampling (Hu et al. 2021): y = W x + scale * B A x, with an adapter per token.
 
-peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B
-per fused weight
+peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B per fused weight
 
 All loaded adapters are concatenated: h = A_all x, then h is zeroed where the token uses another
 adapter, then B_all h. A handful of small adapters costs two thin products per weight, has no

@@ -1,8 +1,7 @@
 """A group: the rollouts of one example, their advantages, and the training sequences. Pure
 functions.
 
-rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why
-there are none
+rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
 """
 
 import base64
@@ -53,33 +52,14 @@ def judge_group(
     rollouts = group.rollouts
     for rollout in rollouts:
         if rollout.is_truncated and not rollout.error:
-            if settings.truncated == "drop":
-                rollout.error = "cut off at max_tokens"
-                group.dropped["truncated"] += tokens_of(rollout)
-            elif settings.truncated == "zero":
-                rollout.reward = 0.0
+            _handle_truncated(group, rollout, settings)
     group.advantages, group.learnt = [0.0] * len(rollouts), [False] * len(rollouts)
     if not group.reward_list:
         group.unused = "failed"
         return
-    counted = [
-        i
-        for i, r in enumerate(rollouts)
-        if not r.error or (settings.failed == "zero" and not r.turns)
-    ]
-    rewards = np.array([0.0 if rollouts[i].error else rollouts[i].reward for i in counted])
-    lengths = np.array([tokens_of(rollouts[i]) for i in counted], dtype=np.float64)
-    rewards = penalize_overlong(
-        rewards, lengths, settings.sampling.max_tokens, settings.overlong_share
-    )
-    advantages = np.asarray(
-        advantage(Scored(rewards, lengths, [rollouts[i] for i in counted])), dtype=np.float64
-    )
-    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
-        raise ValueError(
-            f"orchestrator.advantage {settings.advantage}: gave {advantages.tolist()} for {len(rewards)} rollouts; it "
-            "has to give a finite number for each"
-        )
+    counts_failed = settings.failed == "zero"
+    counted = [i for i, r in enumerate(rollouts) if not r.error or (counts_failed and not r.turns)]
+    advantages = _compute_advantages([rollouts[i] for i in counted], advantage, settings)
     for i, value in zip(counted, advantages.tolist(), strict=True):
         group.advantages[i] = value
     group.unused = _find_unused_reason(group, settings, buffer, has_signal(advantages))
@@ -94,6 +74,31 @@ def judge_group(
             group.samples += own
         elif not rollout.error:
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
+
+
+def _handle_truncated(group: Group, rollout: Rollout, settings: GroupConfig) -> None:
+    if settings.truncated == "drop":
+        rollout.error = "cut off at max_tokens"
+        group.dropped["truncated"] += tokens_of(rollout)
+    elif settings.truncated == "zero":
+        rollout.reward = 0.0
+
+
+def _compute_advantages(
+    rollouts: list[Rollout], advantage: Advantage, settings: GroupConfig
+) -> NDArray[np.float64]:
+    """Return one advantage per rollout. Raises ValueError if a user's function gives others."""
+    rewards = np.array([0.0 if rollout.error else rollout.reward for rollout in rollouts])
+    lengths = np.array([tokens_of(rollout) for rollout in rollouts], dtype=np.float64)
+    longest, share = settings.sampling.max_tokens, settings.overlong_share
+    rewards = penalize_overlong(rewards, lengths, longest, share)
+    advantages = np.asarray(advantage(Scored(rewards, lengths, rollouts)), dtype=np.float64)
+    if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
+        raise ValueError(
+            f"orchestrator.advantage {settings.advantage}: gave {advantages.tolist()} for {len(rewards)} rollouts; it "
+            "has to give a finite number for each"
+        )
+    return advantages
 
 
 def _join_routing(

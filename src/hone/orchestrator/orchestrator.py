@@ -30,7 +30,7 @@ from hone.orchestrator.group import Group, judge_group
 from hone.orchestrator.replay import Replay
 from hone.orchestrator.rollouts_file import read_group
 from hone.orchestrator.schedule import Schedule, Task
-from hone.orchestrator.step_metrics import metrics_of
+from hone.orchestrator.step_metrics import StepGroups, metrics_of
 from hone.orchestrator.teacher import Teacher
 from hone.records import Batch, Example, Prompt, Rollout
 
@@ -77,28 +77,10 @@ class Orchestrator:
         """
         self.config, self.environments, self.client, self.seed = config, environments, client, seed
         self.max_async_level, self.teacher = max_async_level, teacher
-        self.examples = {name: env.get_dataset() for name, env in environments.items()}
-        if config.max_prompt_tokens is not None and count_tokens is not None:
-            self.examples = {
-                name: short_enough(
-                    name, environments[name], examples, config.max_prompt_tokens, count_tokens
-                )
-                for name, examples in self.examples.items()
-            }
+        self.examples = self._select_examples(count_tokens)
         self.count = sum(map(len, self.examples.values()))
-        if self.count < config.prompts_per_step:
-            raise ValueError(
-                f"the environments have {self.count} examples, a step takes {config.prompts_per_step} "
-                "(batch_size / rollouts_per_example)"
-            )
         self.settings = {env.known_as: config.group_config_of(env.known_as) for env in config.env}
-        for name, one in self.settings.items():
-            if one.sampling.to_sampling(0).is_filtered:
-                log.warning(
-                    "%s: the sampling keys beside temperature and max_tokens change what is drawn, not the logprobs "
-                    "that are trained on; the importance ratio leaves that out",
-                    name,
-                )
+        self._check_settings()
         self.advantages = {
             name: make_advantage(settings) for name, settings in self.settings.items()
         }
@@ -126,6 +108,33 @@ class Orchestrator:
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
+
+    def _select_examples(
+        self, count_tokens: Callable[[Prompt], int] | None
+    ) -> dict[str, list[Example]]:
+        """Return each environment's training examples within max_prompt_tokens."""
+        most, found = self.config.max_prompt_tokens, dict[str, list[Example]]()
+        for name, environment in self.environments.items():
+            found[name] = environment.get_dataset()
+            if most is not None and count_tokens is not None:
+                found[name] = short_enough(name, environment, found[name], most, count_tokens)
+        return found
+
+    def _check_settings(self) -> None:
+        """Raise ValueError for too few examples; warn of sampling that biases the ratio."""
+        in_a_step = self.config.prompts_per_step
+        if self.count < in_a_step:
+            raise ValueError(
+                f"the environments have {self.count} examples, a step takes {in_a_step} "
+                "(batch_size / rollouts_per_example)"
+            )
+        for name, one in self.settings.items():
+            if one.sampling.to_sampling(0).is_filtered:
+                log.warning(
+                    "%s: the sampling keys beside temperature and max_tokens change what is drawn, not the logprobs "
+                    "that are trained on; the importance ratio leaves that out",
+                    name,
+                )
 
     def go_on(
         self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None
@@ -178,27 +187,16 @@ class Orchestrator:
         self.step, self.last_step = step, last_step
         self._drop_stale()
         self._start_groups()
-        count = self.config.prompts_per_step
-        while True:
-            if self._error is not None:
-                raise self._error
-            if len(self.ready) >= count:
-                break
-            self._changed.clear()
-            await self._changed.wait()
-        groups = [self.ready.pop(number) for number in sorted(self.ready)[:count]]
+        taken = await self._take_ready(step)
         replaced, self.without_signal = self.without_signal, []
-        failed = [r.error for g in groups for r in g.rollouts if r.error]
-        if failed and len(failed) == sum(len(g.rollouts) for g in groups):
-            raise ValueError(f"step {step}: every rollout failed; the first said: {failed[0]}")
-        for group in [*groups, *replaced]:
+        for group in [*taken, *replaced]:
             if group.reward_list:
                 self.schedule.record_score(group.task, float(np.mean(group.reward_list)))
-        used = [group for group in groups if not group.unused]
-        again = self.replay.take_groups(
-            len(groups) - len(used), step - 1 - self.config.max_off_policy_steps
-        )
+        used = [group for group in taken if not group.unused]
+        oldest = step - 1 - self.config.max_off_policy_steps
+        again = self.replay.take_groups(len(taken) - len(used), oldest)
         self.replay.add_groups(step, used)
+        groups = StepGroups(step, taken, replaced, again)
         self.step = step + 1
         self._start_groups()
         samples = [sample for group in [*used, *again] for sample in group.samples]
@@ -212,15 +210,27 @@ class Orchestrator:
         self.stale = 0
 
         def measure_step() -> dict[str, float]:
-            found = metrics_of(groups, replaced, again, step, list(self.environments)) | now
+            found = metrics_of(groups, list(self.environments)) | now
             found["perf/generate_throughput"] = (
                 found["completion_len/total"] / found["time/generate"]
             )
             return found
 
-        return Collected(
-            Batch(step, samples), [*groups, *replaced], measure_step, self.progress_state()
-        )
+        return Collected(Batch(step, samples), groups.sampled, measure_step, self.progress_state())
+
+    async def _take_ready(self, step: int) -> list[Group]:
+        """Wait for the groups of a step. Raises ValueError if every rollout failed."""
+        count = self.config.prompts_per_step
+        while len(self.ready) < count or self._error is not None:
+            if self._error is not None:
+                raise self._error
+            self._changed.clear()
+            await self._changed.wait()
+        groups = [self.ready.pop(number) for number in sorted(self.ready)[:count]]
+        failed = [r.error for g in groups for r in g.rollouts if r.error]
+        if failed and len(failed) == sum(len(g.rollouts) for g in groups):
+            raise ValueError(f"step {step}: every rollout failed; the first said: {failed[0]}")
+        return groups
 
     def progress_state(self) -> dict[str, Any]:
         """Return what a run that resumes after the last step needs."""

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +19,47 @@ from hone.trainer.sharding import local_part
 SHOWN = 8  # sequences that are written down
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a step, one by one.
+
+    Attributes:
+        backward: adds the gradients of sequence i.
+        describe: returns what is written down of sequence i.
+    """
+
+    count: int
+    backward: Callable[[int], object]
+    describe: Callable[[int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class BadStepPolicy:
+    """What to do about a bad step: where to write its sequences; "stop" or "skip"."""
+
+    directory: Path
+    on_bad_step: str
+
+
 def handle_bad_step(
     step: int,
     norm: float,
-    count: int,
-    backward: Callable[[int], object],
-    describe: Callable[[int], dict[str, Any]],
+    sequences: Sequences,
     optimizer: Optimizer,
-    directory: Path,
-    on_bad_step: str,
+    policy: BadStepPolicy,
     ranks: Ranks,
 ) -> None:
     """Write the sequences with the worst gradients of a bad step.
 
-    `backward(i)` adds the gradients of sequence i of `count`, `describe(i)` returns what is
-    written. Raises ValueError if the run is to end.
+    Raises ValueError if the run is to end.
     """
+    count, on_bad_step, directory = sequences.count, policy.on_bad_step, policy.directory
     norms = []
     # Every rank has the whole batch; where they share the model, all go through it
     for i in range(count):
         optimizer.clear_gradients()
         if ranks.is_first or optimizer.is_sharded:
-            backward(i)
+            sequences.backward(i)
             norms.append(
                 optimizer.gradient_norm(optimizer.local_gradients())
                 / (ranks.count if optimizer.is_sharded else 1)
@@ -55,7 +75,9 @@ def handle_bad_step(
     ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step}.jsonl"
-    lines = [json.dumps({"index": i, "grad_norm": str(norms[i]), **describe(i)}) for i in worst]
+    lines = [
+        json.dumps({"index": i, "grad_norm": str(norms[i]), **sequences.describe(i)}) for i in worst
+    ]
     file.write_text("\n".join(lines) + "\n")
     ranks.barrier()
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"

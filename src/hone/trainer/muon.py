@@ -1,8 +1,7 @@
 """Muon (Jordan et al. 2024): update matrices by their orthogonalized momentum, whatever the
 gradient's size.
 
-gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal ─► W - lr
-0.2 sqrt(max(M, N)) O
+gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal ─► W - lr 0.2 sqrt(max(M, N)) O
 
 The factor gives updates AdamW's size, so that both share one learning rate (Moonlight, Liu et al.
 2025).

@@ -64,49 +64,52 @@ class Optimizer:
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
         self.config, self.spec, self.ranks = config, model.spec, ranks or Ranks()
         self.is_sharded = is_sharded(model)
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.names, self.parameters = list(trained), list(trained.values())
-        half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
-        self.by_muon = [
-            i
-            for i, (name, p) in enumerate(trained.items())
-            if config.type == "muon" and p.dim() == 2 and name.startswith("blocks.")
-        ]
+        trained: dict[str, Tensor] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad
+        }
+        self.names = list(trained)
+        self.parameters: list[Tensor] = list(trained.values())
+        is_half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
+        self.by_muon = _find_muon_matrices(trained) if config.type == "muon" else []
         self.is_away = config.offload and self.device.type == "cuda"
         if self.is_away:
-            self._check_offload(half, self.by_muon)
-        self.masters = (
-            [self._new_state(p, torch.float32, p) for p in self.parameters]
-            if half
-            else self.parameters
-        )
-        is_short = config.state_dtype == "bfloat16"
-        kept = [
-            torch.bfloat16 if is_short and i not in self.by_muon else m.dtype
-            for i, m in enumerate(self.masters)
-        ]
-        self.exp_avg = [self._new_state(m, d) for m, d in zip(self.masters, kept, strict=True)]
-        self.exp_avg_sq = [  # Muon has none
-            m.new_zeros(0) if i in self.by_muon else self._new_state(m, d)
-            for i, (m, d) in enumerate(zip(self.masters, kept, strict=True))
-        ]
+            self._check_offload(is_half, self.by_muon)
+        self.masters = self.parameters
+        if is_half:
+            self.masters = [self._new_state(p, torch.float32, p) for p in self.parameters]
+        self._allocate_moments()
         # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
-        self.is_own = (
-            is_short or self.is_away or (half and adamw.takes(local_part(self.masters[0])))
-        )
-        self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
-        matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
-        others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
-        groups = [(matrices, config.weight_decay), (others, 0.0)]
-        self.groups = [(members, decay) for members, decay in groups if members]
-        self.by_adamw = [i for members, _ in self.groups for i in members]
+        is_short = config.state_dtype == "bfloat16"
+        has_kernel = is_half and adamw.takes(local_part(self.masters[0]))
+        self.is_own = is_short or self.is_away or has_kernel
+        self._divide_by_decay()
         if self.is_own:
             kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
             tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
-            self.own = adamw.AdamW(
-                tensors, [decay for members, decay in self.groups for _ in members]
-            )
+            decays = [decay for members, decay in self.groups for _ in members]
+            self.own = adamw.AdamW(tensors, decays)
         self._sums: list[Tensor] | None = None
+
+    def _allocate_moments(self) -> None:
+        """Allocate both moments and the step counts; Muon has one moment, kept in full."""
+        is_short = self.config.state_dtype == "bfloat16"
+        self.exp_avg, self.exp_avg_sq = list[Tensor](), list[Tensor]()
+        for i, master in enumerate(self.masters):
+            is_muon = i in self.by_muon
+            dtype = torch.bfloat16 if is_short and not is_muon else master.dtype
+            self.exp_avg.append(self._new_state(master, dtype))
+            self.exp_avg_sq.append(
+                master.new_zeros(0) if is_muon else self._new_state(master, dtype)
+            )
+        self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
+
+    def _divide_by_decay(self) -> None:
+        """Divide AdamW's parameters into matrices, which decay, and others, which do not."""
+        matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
+        others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
+        groups = [(matrices, self.config.weight_decay), (others, 0.0)]
+        self.groups = [(members, decay) for members, decay in groups if members]
+        self.by_adamw = [i for members, _ in self.groups for i in members]
 
     def _check_offload(self, half: bool, by_muon: list[int]) -> None:
         if self.ranks.count > 1:
@@ -273,6 +276,12 @@ class Optimizer:
         """Update parameters from their masters, after an update or a load."""
         if self.masters is not self.parameters:
             torch._foreach_copy_([*self.parameters], [*self.masters])
+
+
+def _find_muon_matrices(trained: dict[str, Tensor]) -> list[int]:
+    """Return the indices of the blocks' matrices."""
+    named = enumerate(trained.items())
+    return [i for i, (name, p) in named if p.dim() == 2 and name.startswith("blocks.")]
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:

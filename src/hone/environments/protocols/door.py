@@ -1,8 +1,7 @@
 """OpenAI endpoint on loopback for environments in other processes; each rollout has its own
 address.
 
-POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is
-recorded
+POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
 """
 
 import asyncio

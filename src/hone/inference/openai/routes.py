@@ -1,7 +1,6 @@
 """Routes of the OpenAI API, and vLLM's routes for token ids.
 
-request ─► token ids (long texts in a thread) ─► GenerateRequests ─► service ─► answer, whole or
-streamed
+request ─► token ids (long texts in a thread) ─► GenerateRequests ─► service ─► answer, whole or streamed
 """
 
 import asyncio

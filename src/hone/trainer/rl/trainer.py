@@ -1,7 +1,6 @@
 """The RL trainer: a batch of samples in, one optimizer step on the shared weights, metrics out.
 
-samples ─ split by tokens, pack ─► forward ─ logprobs at the sampler's T ─► policy loss, weighted ─
-backward ─► AdamW
+samples ─ split by tokens, pack ─► forward ─ logprobs at the sampler's T ─► weighted loss ─ backward ─► AdamW
 """
 
 import copy
@@ -9,7 +8,8 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,12 @@ from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
-from hone.trainer.bad_steps import handle_bad_step
+from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
 from hone.trainer.memory_estimate import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import (
+    Packed,
     pack_sequences,
     pack_shared,
     prompt_of,
@@ -45,7 +46,9 @@ from hone.transport.trained_tokens import Trained
 REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
 GROUP = 16
 # So many numbers of a micro-batch, where others are of its tokens
+# Values of which a micro-batch has so many numbers; others have one per target token.
 SUMS = {"routing": 2, "differs": 1}
+Values = dict[str, list[torch.Tensor]]  # of the micro-batches so far, by metric
 
 
 class PolicyTrainer:
@@ -125,7 +128,7 @@ class PolicyTrainer:
             ]
             for loss in self.losses:
                 self.optimizer.clear_gradients()
-                self._backward_micro_batch(loss, samples, [1.0] * count, defaultdict(list))
+                self._backward_part(loss, samples, [1.0] * count, defaultdict(list))
         self.optimizer.compile_kernels()
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -141,102 +144,82 @@ class PolicyTrainer:
         without samples (no group had a signal) leaves the weights unchanged. `meanwhile` is called
         when all forward and backward passes have been launched.
         """
-        start = time.perf_counter()
+        start, samples = time.perf_counter(), batch.samples
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
-        samples = batch.samples
-        loss_lengths = [sample.target_count for sample in samples]
-        kinds, weights = self._group_by_loss(samples), [0.0] * len(samples)
-        # Each loss weighs by its share of the samples; tokens weigh as its config says
-        for kind, members in kinds:
-            own = token_weights([loss_lengths[i] for i in members], kind.config)
-            share = (
-                sum(map(bool, own)) / max(1, sum(map(bool, loss_lengths)))
-                if len(kinds) > 1
-                else 1.0
-            )
-            for i, weight in zip(members, own, strict=True):
-                weights[i] = share * weight
-        names = ["entropy", "mismatch_kl", "is_masked", "importance_ratio"]
-        names += ["routing"] if self._is_replaying_routes(samples) else []
-        names += ["differs"] if numerics.is_exact() else []
-        parts: dict[str, list[torch.Tensor]] = {name: [] for name in [*names, "logprobs"]}
-        if any("reference" in kind.needs for kind in self.losses):
-            parts["reference_kl"] = []
+        by_loss = self._group_by_loss(samples)
+        weights = _weigh_samples(samples, by_loss)
+        parts = self._split_parts(samples, by_loss)
+        values = self._start_values(samples)
         loss, flops = torch.zeros((), device=self.device), 0.0
-        split: list[tuple[Loss, list[int]]] = []
-        for kind, members in kinds:
-            own_parts = [
-                [members[i] for i in part]
-                for part in self._split_samples([samples[i] for i in members])
-            ]
-            # All ranks go through the model equally often, and for the same losses
-            if self.optimizer.is_sharded:
-                own_parts += [[]] * (
-                    self.ranks.all_reduce_max(len(own_parts), self.device) - len(own_parts)
-                )
-            split += [(kind, part) for part in own_parts]
-        for kind, members in split:
-            part, work = self._backward_micro_batch(
-                kind, [samples[i] for i in members], [weights[i] for i in members], parts
-            )
-            loss, flops = loss + part, flops + work
-            if len(split) > 1:
+        for kind, members in parts:
+            own = [samples[i] for i in members]
+            share, work = self._backward_part(kind, own, [weights[i] for i in members], values)
+            loss, flops = loss + share, flops + work
+            if len(parts) > 1:
                 self.optimizer.accumulate_gradients()
-        # Copied before the optimiser's work, beside which they are made into numbers.
+        # The copy to the host overlaps with the optimizer's work.
         on_device = {"loss": loss} | {
             name: sum(found, loss.new_zeros(SUMS[name], dtype=torch.float64))
             if name in SUMS
             else torch.cat([*found, loss.new_empty(0)])
-            for name, found in parts.items()
+            for name, found in values.items()
         }
         copies, arrival = started_to_host([*on_device.values()])
         meanwhile()
-        grad_norm = self.optimizer.step(lr) if any(loss_lengths) else 0.0
+        has_targets = any(sample.target_count for sample in samples)
+        grad_norm = self.optimizer.step(lr) if has_targets else 0.0
         self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
-            alone = partial(self._backward_alone, samples, weights)
-
-            def describe_sample(i: int) -> dict[str, Any]:
-                found = {**vars(samples[i]), "routing": None}
-                return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
-
-            handle_bad_step(
-                batch.step,
-                grad_norm,
-                len(samples),
-                alone,
-                describe_sample,
-                self.optimizer,
-                self.bad_steps,
-                self.config.on_bad_step,
-                self.ranks,
-            )
+            self._handle_bad_step(batch, weights, grad_norm)
         seconds = time.perf_counter() - start
+        metrics = {
+            "optim/lr": lr,
+            "optim/grad_norm": grad_norm,
+            "optim/skipped": float(is_bad),
+            "time/train": seconds,
+            "perf/train_throughput": sum(len(sample.ids) for sample in samples) / seconds,
+        }
 
         def finish_step() -> dict[str, float]:
             if arrival is not None:
                 arrival.synchronize()
             here = dict(zip(on_device, copies, strict=True))
-            order = [samples[i] for _, members in split for i in members]
+            order = [samples[i] for _, members in parts for i in members]
             self.trained = Trained(
                 order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0
             )
-            # Ranks add up and gather on the device
+            # Several ranks sum and gather on the device.
             found = self._collect_metrics(here if self.ranks.count == 1 else on_device)
             used = model_flops_utilization(3 * flops / seconds, self.device)
-            return found | {
-                "optim/lr": lr,
-                "optim/grad_norm": grad_norm,
-                "optim/skipped": float(is_bad),
-                "time/train": seconds,
-                "perf/train_throughput": sum(len(sample.ids) for sample in samples) / seconds,
-                "perf/peak_memory": peak_memory_gib(self.device),
-                **({} if used is None else {"perf/mfu": used}),
-            }
+            mfu = {} if used is None else {"perf/mfu": used}
+            memory = {"perf/peak_memory": peak_memory_gib(self.device)}
+            return found | metrics | memory | mfu
 
         return finish_step
+
+    def _start_values(self, samples: list[Sample]) -> Values:
+        names = ["logprobs", "entropy", "mismatch_kl", "is_masked", "importance_ratio"]
+        names += ["routing"] if self._is_replaying_routes(samples) else []
+        names += ["differs"] if numerics.is_exact() else []
+        names += ["reference_kl"] if any("reference" in kind.needs for kind in self.losses) else []
+        return {name: [] for name in names}
+
+    def _handle_bad_step(self, batch: Batch, weights: list[float], grad_norm: float) -> None:
+        samples = batch.samples
+
+        def backward_alone(i: int) -> None:
+            loss = self._loss_of(samples[i])
+            self._backward_part(loss, [samples[i]], [weights[i]], defaultdict(list))
+
+        def describe_sample(i: int) -> dict[str, Any]:
+            found = {**vars(samples[i]), "routing": None}
+            return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in found.items()}
+
+        sequences = Sequences(len(samples), backward_alone, describe_sample)
+        policy = BadStepPolicy(self.bad_steps, self.config.on_bad_step)
+        handle_bad_step(batch.step, grad_norm, sequences, self.optimizer, policy, self.ranks)
 
     def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a step, over all ranks."""
@@ -272,6 +255,22 @@ class PolicyTrainer:
             members.append(i)
         return kinds
 
+    def _split_parts(
+        self, samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]
+    ) -> list[tuple[Loss, list[int]]]:
+        """Return this rank's micro-batches: a loss and indices of samples each.
+
+        Ranks that share a model get the same number for each loss.
+        """
+        parts: list[tuple[Loss, list[int]]] = []
+        for kind, members in by_loss:
+            split = self._split_samples([samples[i] for i in members])
+            if self.optimizer.is_sharded:
+                most = self.ranks.all_reduce_max(len(split), self.device)
+                split += [[]] * (most - len(split))
+            parts += [(kind, [members[i] for i in part]) for part in split]
+        return parts
+
     def _split_samples(self, samples: list[Sample]) -> list[list[int]]:
         """Return the sample indices of each of this rank's micro-batches."""
         lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
@@ -286,92 +285,60 @@ class PolicyTrainer:
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
         return [[mine[i] for i in part] for part in parts]
 
-    def _backward_micro_batch(
-        self,
-        loss: Loss,
-        samples: list[Sample],
-        weights: list[float],
-        parts: dict[str, list[torch.Tensor]],
+    def _backward_part(
+        self, loss: Loss, samples: list[Sample], weights: list[float], values: Values
     ) -> tuple[torch.Tensor, float]:
-        """Add a micro-batch to the gradients and its per-token values to `parts`.
+        """Add a micro-batch to the gradients and its per-token values to `values`.
 
         Returns its share of the loss, and the FLOPs of its forward pass. Without samples it only
         takes part in the ranks' collective operations.
         """
         if not samples:
-            zeros = np.zeros(2)
-            nothing = Sample(
-                np.array([0, 0]), np.array([False, True]), zeros, 0.0, 1.0, teacher_logprobs=zeros
-            )
-            return self._backward_micro_batch(loss, [nothing], [0.0], defaultdict(list))
-        pack_samples = pack_shared if self.shares_prompts else pack_sequences
-        packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
-        sequence_N = packed.sequence_N
-        temperature_N, advantage_N, weight_N = (
-            to_device(np.array(values, dtype=np.float32), self.device)[sequence_N]
-            for values in (
-                [s.temperature for s in samples],
-                [s.advantage for s in samples],
-                weights,
-            )
-        )
-        self.model.routing_TR = None
-        if self._is_replaying_routes(samples):
-            rows = routing_of(samples, spare=1)[packed.source_T]
-            self.model.routing_TR = to_device(rows, self.device).to(torch.int64)
+            return self._backward_part(loss, [_nothing()], [0.0], defaultdict(list))
+        inputs = self._pack_part(samples, weights)
+        packed, temperature_N = inputs.packed, inputs.temperature_N
         self.laps("data")
-        reference_N = None
         if "reference" in loss.needs:
-            with (
-                torch.no_grad(),
-                without_lora(self.model) if self.reference is None else nullcontext(),
-            ):
-                reference_N, _ = packed.target_logprobs(self.reference or self.model, temperature_N)
-
-        @cache
-        def sampled_logprobs() -> tuple[torch.Tensor, torch.Tensor | None]:
-            """Return the sampler's and the teacher's logprobs, made while a GPU runs the model."""
-            teachers = [s.teacher_logprobs for s in samples if s.teacher_logprobs is not None]
-            teacher_N = packed.of_targets(teachers) if len(teachers) == len(samples) else None
-            return packed.of_targets([s.logprobs for s in samples]), teacher_N
+            is_adapter = self.reference is None
+            with torch.no_grad(), without_lora(self.model) if is_adapter else nullcontext():
+                reference = self.reference or self.model
+                inputs.reference_N, _ = packed.target_logprobs(reference, temperature_N)
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            sampled_N, teacher_N = sampled_logprobs()
-            found = policy_loss(
-                logprobs,
-                sampled_N[part],
-                advantage_N[part],
-                sequence_N[part],
-                weight_N[part],
-                loss,
-                entropy,
-                None if reference_N is None else reference_N[part],
-                None if teacher_N is None else teacher_N[part],
-            )
-            parts["logprobs"].append(logprobs.detach())
-            if numerics.is_exact():
-                parts["differs"].append((logprobs.detach() != sampled_N[part]).sum()[None])
-            parts["entropy"].append(entropy.detach())
-            parts["mismatch_kl"].append(found.mismatch_kl)
-            parts["is_masked"].append(found.is_masked)
-            parts["importance_ratio"].append(found.ratio)
-            if found.reference_kl is not None:
-                parts["reference_kl"].append(found.reference_kl)
-            return found.total
+            return _loss_of_slice(loss, inputs, part, (logprobs, entropy), values)
 
         needs_entropy = "entropy" in loss.needs
-        if "whole_sequences" not in loss.needs:
-            total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
+        if "whole_sequences" in loss.needs:
+            found = packed.target_logprobs(self.model, temperature_N, needs_entropy)
+            total = loss_of(slice(None), *found)
         else:
-            total = loss_of(
-                slice(None), *packed.target_logprobs(self.model, temperature_N, needs_entropy)
-            )
+            total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         self.laps("forward")
         total.backward()
         self.laps("backward")
         if self.model.routing_TR is not None:
-            parts["routing"].append(self._differing_routing())
+            values["routing"].append(self._differing_routing())
         return total.detach(), packed.count_flops(self.model.spec)
+
+    def _pack_part(self, samples: list[Sample], weights: list[float]) -> "_Inputs":
+        pack_samples = pack_shared if self.shares_prompts else pack_sequences
+        packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
+        self.model.routing_TR = None
+        if self._is_replaying_routes(samples):
+            rows = routing_of(samples, spare=1)[packed.source_T]
+            self.model.routing_TR = to_device(rows, self.device).to(torch.int64)
+
+        def of_targets(numbers: list[float]) -> torch.Tensor:
+            on_device = to_device(np.array(numbers, dtype=np.float32), self.device)
+            return on_device[packed.sequence_N]
+
+        return _Inputs(
+            samples,
+            packed,
+            of_targets([s.temperature for s in samples]),
+            of_targets([s.advantage for s in samples]),
+            of_targets(weights),
+        )
 
     def _differing_routing(self) -> torch.Tensor:
         """Return how many replayed experts the routers would not have chosen, and how many there
@@ -383,7 +350,79 @@ class PolicyTrainer:
             found += torch.stack([mixture.differs_TK.sum(), (mixture.given_TK >= 0).sum()])
         return found
 
-    def _backward_alone(self, samples: list[Sample], weights: list[float], i: int) -> None:
-        self._backward_micro_batch(
-            self._loss_of(samples[i]), [samples[i]], [weights[i]], defaultdict(list)
-        )
+
+@dataclass
+class _Inputs:
+    """The inputs of a micro-batch's loss, one number per target token."""
+
+    samples: list[Sample]
+    packed: Packed
+    temperature_N: torch.Tensor
+    advantage_N: torch.Tensor
+    weight_N: torch.Tensor
+    reference_N: torch.Tensor | None = None
+
+    @cached_property
+    def sampled_N(self) -> torch.Tensor:
+        """The sampler's logprobs; collected while a GPU runs the model."""
+        return self.packed.of_targets([s.logprobs for s in self.samples])
+
+    @cached_property
+    def teacher_N(self) -> torch.Tensor | None:
+        found = [s.teacher_logprobs for s in self.samples if s.teacher_logprobs is not None]
+        return self.packed.of_targets(found) if len(found) == len(self.samples) else None
+
+
+def _loss_of_slice(
+    loss: Loss,
+    inputs: _Inputs,
+    part: slice,
+    computed: tuple[torch.Tensor, torch.Tensor],
+    values: Values,
+) -> torch.Tensor:
+    """Return the loss of some targets from their logprobs and entropies; collect their values."""
+    logprobs, entropy = computed
+    sampled_N, reference_N = inputs.sampled_N[part], inputs.reference_N
+    found = policy_loss(
+        logprobs,
+        sampled_N,
+        inputs.advantage_N[part],
+        inputs.packed.sequence_N[part],
+        inputs.weight_N[part],
+        loss,
+        entropy,
+        None if reference_N is None else reference_N[part],
+        None if inputs.teacher_N is None else inputs.teacher_N[part],
+    )
+    values["logprobs"].append(logprobs.detach())
+    if numerics.is_exact():
+        values["differs"].append((logprobs.detach() != sampled_N).sum()[None])
+    values["entropy"].append(entropy.detach())
+    values["mismatch_kl"].append(found.mismatch_kl)
+    values["is_masked"].append(found.is_masked)
+    values["importance_ratio"].append(found.ratio)
+    if found.reference_kl is not None:
+        values["reference_kl"].append(found.reference_kl)
+    return found.total
+
+
+def _weigh_samples(samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]) -> list[float]:
+    """Return the weight of each sample's tokens.
+
+    Each loss weighs by its share of the samples; within it tokens weigh as its configuration says.
+    """
+    lengths = [sample.target_count for sample in samples]
+    weights, count = [0.0] * len(samples), max(1, sum(map(bool, lengths)))
+    for kind, members in by_loss:
+        own = token_weights([lengths[i] for i in members], kind.config)
+        share = sum(map(bool, own)) / count if len(by_loss) > 1 else 1.0
+        for i, weight in zip(members, own, strict=True):
+            weights[i] = share * weight
+    return weights
+
+
+def _nothing() -> Sample:
+    """Return a sample of weight 0, with which a rank without samples takes part in collectives."""
+    zeros = np.zeros(2)
+    mask = np.array([False, True])
+    return Sample(np.array([0, 0]), mask, zeros, 0.0, 1.0, teacher_logprobs=zeros)

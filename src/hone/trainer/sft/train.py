@@ -1,7 +1,6 @@
 """Supervised fine-tuning.
 
-rows ─ tokenize, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─►
-weights/step_N
+rows ─ tokenize, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
 
 The evaluation on environments is passed in (`launch/run_sft.py`).
 """
@@ -31,7 +30,7 @@ from hone.monitors.metrics_log import Metrics
 from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
-from hone.trainer.bad_steps import handle_bad_step
+from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate
 from hone.trainer.packing import Packed, pack_sequences
@@ -290,18 +289,7 @@ class Trainer:
         self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
-            flat = [conversation for row in rows for conversation in row]
-
-            def backward_alone(i: int) -> None:
-                (cross_entropy_sum(self._pack_rows([[flat[i]]]), self.model) / targets).backward()
-
-            def describe(i: int) -> dict[str, Any]:
-                return dict(zip(("ids", "mask"), flat[i], strict=True))
-
-            where = (self.optimizer, self.bad_steps, self.config.on_bad_step)
-            handle_bad_step(
-                step, grad_norm, len(flat), backward_alone, describe, *where, self.ranks
-            )
+            self._handle_bad_step(step, grad_norm, rows, targets)
         seconds = time.perf_counter() - start
         used = model_flops_utilization(flops / seconds, self.device)
         return {
@@ -317,6 +305,19 @@ class Trainer:
             "packing/conversations": sum(map(len, rows)),
             **({} if used is None else {"perf/mfu": used}),
         }
+
+    def _handle_bad_step(self, step: int, grad_norm: float, rows: list[Row], targets: int) -> None:
+        flat = [conversation for row in rows for conversation in row]
+
+        def backward_alone(i: int) -> None:
+            (cross_entropy_sum(self._pack_rows([[flat[i]]]), self.model) / targets).backward()
+
+        def describe(i: int) -> dict[str, Any]:
+            return dict(zip(("ids", "mask"), flat[i], strict=True))
+
+        sequences = Sequences(len(flat), backward_alone, describe)
+        policy = BadStepPolicy(self.bad_steps, self.config.on_bad_step)
+        handle_bad_step(step, grad_norm, sequences, self.optimizer, policy, self.ranks)
 
     def _split_micro_batches(self, mine: list[Row]) -> list[list[Row]]:
         """Return this rank's rows in micro-batches, equally many on ranks that share a model."""
