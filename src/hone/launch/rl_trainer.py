@@ -193,7 +193,7 @@ class Console(Events):
         _print_line("Inference server is ready")
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
-        args, row = self.config.trainer.args, {"step": step, **values}
+        args, row = self.config.trainer.args, {**values, "step": step}
         if step % args.logging_steps == 0 or step == args.max_steps:
             _print_line(loss_line(row))
             _print_line(in_own_words(step_line(row, args.max_steps)))
