@@ -5,7 +5,7 @@ request ─► token ids (long texts in a thread) ─► GenerateRequests ─►
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from hone.inference.samplers.base import Sampler
 from hone.inference.served_model import Served
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.stop_strings import StopStrings
-from hone.text.structured_outputs import Following, FormEnds, form_of_call
+from hone.text.structured_outputs import Following, Form, FormEnds, form_of_call
 from hone.text.tokenizer import CONTEXT
 
 T = TypeVar("T")
@@ -64,108 +64,107 @@ def refuse_request(error: ValueError) -> JSONResponse:
     return build_refusal(400, str(error))
 
 
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-
 def add_openai(app: FastAPI, served: Served) -> None:
-    sampler = served.sampler
+    """Add the routes of the OpenAI API and vLLM's for token ids."""
+    routes = OpenAIRoutes(served)
+    app.add_exception_handler(Refusal, answer_refusal)
+    app.get("/v1/models")(routes.list_models)
+    app.get("/v1/models/{name:path}")(routes.get_model)
+    app.post("/tokenize", response_model=None)(routes.tokenize_prompt)
+    app.post("/detokenize", response_model=None)(routes.detokenize_tokens)
+    # These come first and read their bodies themselves; FastAPI's handling doubles their time.
+    handlers = {
+        "/v1/chat/completions": routes.create_chat_completion,
+        "/v1/chat/completions/tokens": routes.create_chat_completion_of_tokens,
+        "/v1/responses": routes.create_response,
+        "/v1/completions": routes.create_completion,
+    }
+    for path, handler in handlers.items():
+        app.router.routes.insert(0, Route(path, handler, methods=["POST"]))
 
-    def add_post_route(path: str) -> Callable[[Handler], Handler]:
-        """Add a route ahead of others that reads its body itself; FastAPI's handling doubles its
-        time.
-        """
 
-        def register_handler(handler: Handler) -> Handler:
-            app.router.routes.insert(0, Route(path, handler, methods=["POST"]))
-            return handler
+async def answer_refusal(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, Refusal)
+    return build_refusal(error.status, str(error), param=error.param)
 
-        return register_handler
 
-    def build_model_card(name: str) -> dict[str, Any]:
+class OpenAIRoutes:
+    """The handlers of the routes, for one served model."""
+
+    def __init__(self, served: Served) -> None:
+        self.served, self.sampler = served, served.sampler
+
+    def build_model_card(self, name: str) -> dict[str, Any]:
         card = {
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "hone",
-            "max_model_len": sampler.max_context,
+            "max_model_len": self.sampler.max_context,
         }
-        return {"id": name, **card, **({} if name == served.name else {"parent": served.name})}
+        return card if name == self.served.name else card | {"parent": self.served.name}
 
-    def check_model(name: str | None) -> None:
-        if name is not None and name not in served.model_names:
-            known = ", ".join(map(repr, served.model_names))
-            raise Refusal(
-                404, f"model {name!r} is not served here; this server has {known}", param="model"
-            )
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name not in self.served.model_names:
+            known = ", ".join(map(repr, self.served.model_names))
+            message = f"model {name!r} is not served here; this server has {known}"
+            raise Refusal(404, message, param="model")
 
-    @app.exception_handler(Refusal)
-    async def answer_refusal(_: Request, error: Refusal) -> JSONResponse:
-        return build_refusal(error.status, str(error), param=error.param)
+    async def list_models(self) -> dict[str, Any]:
+        cards = [self.build_model_card(name) for name in self.served.model_names]
+        return {"object": "list", "data": cards}
 
-    @app.get("/v1/models")
-    async def list_models() -> dict[str, Any]:
-        return {"object": "list", "data": [build_model_card(name) for name in served.model_names]}
+    async def get_model(self, name: str) -> dict[str, Any]:
+        self.check_model(name)
+        return self.build_model_card(name)
 
-    @app.get("/v1/models/{name:path}")
-    async def get_model(name: str) -> dict[str, Any]:
-        check_model(name)
-        return build_model_card(name)
+    async def create_chat_completion(self, connection: Request) -> Response:
+        return await self.answer_chat(await read_body(connection, ChatRequest), connection)
 
-    @add_post_route("/v1/chat/completions")
-    async def chat_completions(connection: Request) -> Response:
-        return await answer_chat(await read_body(connection, ChatRequest), connection, None)
-
-    @add_post_route("/v1/chat/completions/tokens")
-    async def chat_of_tokens(connection: Request) -> Response:
+    async def create_chat_completion_of_tokens(self, connection: Request) -> Response:
         body = await read_body(connection, TokensRequest)
-        return await answer_chat(body, connection, body.tokens)
+        return await self.answer_chat(body, connection, body.tokens)
 
-    @add_post_route("/v1/responses")
-    async def create_response(connection: Request) -> Response:
+    async def create_response(self, connection: Request) -> Response:
         body = await read_body(connection, ResponsesRequest)
         try:
-            asked = body.as_chat()
+            request = body.as_chat()
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         except ValueError as error:
             return refuse_request(error)
-        return await answer_chat(asked, connection, None, ResponsesAnswer)
+        return await self.answer_chat(request, connection, kind=ResponsesAnswer)
 
     async def answer_chat(
+        self,
         body: ChatRequest,
         connection: Request,
-        prompt_ids: list[int] | None,
+        prompt_ids: list[int] | None = None,
         kind: type[ChatAnswer] = ChatAnswer,
     ) -> Response:
-        check_model(body.model)
-        tokenizer = served.tokenizer
+        self.check_model(body.model)
+        tokenizer, sampler = self.served.tokenizer, self.sampler
         try:
             if body.return_routing:
                 sampler.require_capability("routing")
             prompt = body.build_prompt()
             if prompt_ids is None:
+                size = _count_characters(body.messages) + len(str(body.tools or ""))
+                size += len(str(body.chat_template_kwargs or ""))
                 prompt_ids = await run_beside_loop(
-                    lambda: tokenizer.prompt_ids(prompt),
-                    _count_characters(body.messages)
-                    + len(str(body.tools or ""))
-                    + len(str(body.chat_template_kwargs or "")),
-                    served,
+                    lambda: tokenizer.prompt_ids(prompt), size, self.served
                 )
             room, wanted = sampler.max_context, body.max_completion_tokens or body.max_tokens
             if body.max_total_tokens is not None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
-            requests = await _build_requests(body, [prompt_ids], served, wanted, room)
+            requests = await _build_requests(body, [prompt_ids], self.served, wanted, room)
             answer = kind(body, prompt, prompt_ids, tokenizer)
             if body.stream:
                 return await stream_answer(connection, sampler, answer, requests)
-            completions = await unless_gone(
-                connection, *(sampler.generate(request) for request in requests)
-            )
+            completions = await unless_gone(connection, *map(sampler.generate, requests))
             if body.so_far:
-                completions = [
-                    join_completions(one, rest)
-                    for one, rest in zip(body.so_far, completions, strict=True)
-                ]
+                completions = list(map(join_completions, body.so_far, completions))
             check_forms(requests)
             return build_whole_response(answer, completions)
         except HungUp:
@@ -173,40 +172,33 @@ def add_openai(app: FastAPI, served: Served) -> None:
         except ValueError as error:
             return refuse_request(error)
 
-    @add_post_route("/v1/completions")
-    async def create_completions(connection: Request) -> Response:
+    async def create_completion(self, connection: Request) -> Response:
         body = await read_body(connection, CompletionRequest)
-        check_model(body.model)
-        tokenizer, room = served.tokenizer, sampler.max_context
-        texts = body.list_prompts()
+        self.check_model(body.model)
+        tokenizer, sampler, texts = self.served.tokenizer, self.sampler, body.list_prompts()
+
+        def encode_prompt(one: str | list[int]) -> list[int]:
+            return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
+
         try:
-
-            def encode_prompt(one: str | list[int]) -> list[int]:
-                return (
-                    tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
-                )
-
             prompts = await run_beside_loop(
-                lambda: [encode_prompt(one) for one in texts], sum(map(len, texts)), served
+                lambda: list(map(encode_prompt, texts)), sum(map(len, texts)), self.served
             )
             wanted = body.max_tokens if "max_tokens" in body.model_fields_set else 16
-            requests = await _build_requests(body, prompts, served, wanted, room)
+            requests = await _build_requests(
+                body, prompts, self.served, wanted, sampler.max_context
+            )
             if body.stream and body.max_tokens != 0:
-                return await stream_answer(
-                    connection, sampler, TextAnswer(body, prompts, tokenizer), requests
-                )
+                answer = TextAnswer(body, prompts, tokenizer)
+                return await stream_answer(connection, sampler, answer, requests)
             echoed = None
             if body.echo and body.logprobs is not None:
-                adapter = None if body.model == served.name else body.model
-                (echoed,) = await unless_gone(
-                    connection, _score_prompts(body, prompts, sampler, adapter)
-                )
-            if body.max_tokens == 0:
-                done = [Completion([], [], [], "length", []) for _ in requests]
-            else:
-                done = await unless_gone(
-                    connection, *(sampler.generate(request) for request in requests)
-                )
+                adapter = None if body.model == self.served.name else body.model
+                scoring = _score_prompts(body, prompts, sampler, adapter)
+                (echoed,) = await unless_gone(connection, scoring)
+            done = [Completion([], [], [], "length", []) for _ in requests]
+            if body.max_tokens != 0:
+                done = await unless_gone(connection, *map(sampler.generate, requests))
             check_forms(requests)
             return build_whole_response(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
@@ -214,10 +206,9 @@ def add_openai(app: FastAPI, served: Served) -> None:
         except ValueError as error:
             return refuse_request(error)
 
-    @app.post("/tokenize", response_model=None)
-    async def tokenize_prompt(body: TokenizeRequest) -> Any:
-        check_model(body.model)
-        tokenizer = served.tokenizer
+    async def tokenize_prompt(self, body: TokenizeRequest) -> Any:
+        self.check_model(body.model)
+        tokenizer = self.served.tokenizer
 
         def encode_prompt() -> list[int]:
             if body.messages is None:
@@ -231,37 +222,31 @@ def add_openai(app: FastAPI, served: Served) -> None:
                 )
             )
 
+        size = len(body.prompt or "") + _count_characters(body.messages or [])
         try:
-            ids = await run_beside_loop(
-                encode_prompt,
-                len(body.prompt or "") + _count_characters(body.messages or []),
-                served,
-            )
+            ids = await run_beside_loop(encode_prompt, size, self.served)
         except ValueError as error:
             return build_refusal(400, str(error))
-        strings = [tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         return {
             "count": len(ids),
-            "max_model_len": sampler.max_context,
+            "max_model_len": self.sampler.max_context,
             "tokens": ids,
-            "token_strs": strings,
+            "token_strs": list(map(tokenizer.token_text, ids)) if body.return_token_strs else None,
         }
 
-    @app.post("/detokenize", response_model=None)
-    async def detokenize_tokens(body: DetokenizeRequest) -> Any:
-        check_model(body.model)
-        if len(body.tokens) > sampler.max_context:
+    async def detokenize_tokens(self, body: DetokenizeRequest) -> Any:
+        self.check_model(body.model)
+        tokenizer, room = self.served.tokenizer, self.sampler.max_context
+        if len(body.tokens) > room:
             return build_refusal(
-                400,
-                f"tokens: {len(body.tokens)} are more than the model's context of {sampler.max_context}",
+                400, f"tokens: {len(body.tokens)} are more than the model's context of {room}"
             )
-        beyond = [i for i in body.tokens if not 0 <= i < served.tokenizer.vocab_size]
-        if beyond:
+        unknown = [i for i in body.tokens if not 0 <= i < tokenizer.vocab_size]
+        if unknown:
             return build_refusal(
-                400,
-                f"tokens: {beyond[0]} is not one of the tokenizer's {served.tokenizer.vocab_size}",
+                400, f"tokens: {unknown[0]} is not one of the tokenizer's {tokenizer.vocab_size}"
             )
-        return {"prompt": served.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+        return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
 def build_whole_response(answer: Answer, completions: Sequence[Completion]) -> Response:
@@ -349,31 +334,23 @@ def _build_requests_of_prompt(
     seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
     tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
     vocab_size = served.sampler.vocab_size
-    so_far = (body.so_far if isinstance(body, ChatRequest) else None) or []
-    name = body.request_name if isinstance(body, ChatRequest) else None
-
-    form = body.requested_form()
-    if isinstance(body, ChatRequest) and body.must_call:
-        form = form_of_call(
-            body.callable_tools(), tokenizer.require_template().call_format, tokenizer
-        )
-    if form is not None:
-        served.sampler.require_capability("forms")
+    chat = body if isinstance(body, ChatRequest) else None
+    so_far, name = (chat.so_far or [], chat.request_name) if chat else ([], None)
+    form = _choose_form(body, served)
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
     decode, first = partial(tokenizer.decode, skip_special_tokens=False), None
-    if isinstance(body, CompletionRequest):  # whose text goes on from the prompt's
+    if chat is None:  # the text of a completion continues the prompt's
         first = partial(tokenizer.decode_after, prompt_ids[-CONTEXT:], skip_special_tokens=False)
 
     def build_request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i
-        if before:  # draws of its own: those of its first tokens are used up
+        if before:  # the draws of its first tokens are used up
             draws = other_seed(draws, len(before))
-        sampling = body.build_sampling(
-            max(1, (room if wanted is None else wanted) - len(before)), draws, vocab_size
-        )
+        most = max(1, (room if wanted is None else wanted) - len(before))
+        sampling = body.build_sampling(most, draws, vocab_size)
         ends: Any = StopStrings(decode, body.stop, first) if body.stop else None
         allows = None if follows is None else follows.start_another(before)
-        if allows is not None:  # the form says what the end is, not a number of tokens
+        if allows is not None:  # the form decides where the end is, not a number of tokens
             sampling, ends = replace(sampling, min_tokens=0), FormEnds(ends, allows)
         return GenerateRequest(
             prompt_ids + before,
@@ -387,6 +364,17 @@ def _build_requests_of_prompt(
         )
 
     return [build_request(i) for i in range(body.n or 1)]
+
+
+def _choose_form(body: schema.Request, served: Served) -> Form | None:
+    """Return the form of the answer that is requested, or None. Raises ValueError."""
+    form = body.requested_form()
+    if isinstance(body, ChatRequest) and body.must_call:
+        call_format = served.tokenizer.require_template().call_format
+        form = form_of_call(body.callable_tools(), call_format, served.tokenizer)
+    if form is not None:
+        served.sampler.require_capability("forms")
+    return form
 
 
 def join_completions(before: schema.Written, rest: Completion) -> Completion:

@@ -333,24 +333,23 @@ class ChatRequest(Request):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         if self.must_call:
-            functions = [tool.get("function") for tool in self.tools or []]
-            names = [one.get("name") if isinstance(one, dict) else None for one in functions]
-            if not all(isinstance(name, str) for name in names):
-                raise ValueError("tools: each is {type: function, function: {name, parameters}}")
-            if not names:
-                raise ValueError("tool_choice: there are no tools to call")
-            if (
-                isinstance(self.tool_choice, ToolChoice)
-                and self.tool_choice.function.name not in names
-            ):
-                raise ValueError(
-                    f"tool_choice: {self.tool_choice.function.name!r} is none of the tools {names}"
-                )
-            if self.requested_form() is not None:
-                raise ValueError(
-                    "tool_choice asks for a call of a tool, and another form of answers is given too"
-                )
+            self._check_tool_choice()
         return self
+
+    def _check_tool_choice(self) -> None:
+        functions = [tool.get("function") for tool in self.tools or []]
+        names = [one.get("name") if isinstance(one, dict) else None for one in functions]
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError("tools: each is {type: function, function: {name, parameters}}")
+        if not names:
+            raise ValueError("tool_choice: there are no tools to call")
+        choice = self.tool_choice
+        if isinstance(choice, ToolChoice) and choice.function.name not in names:
+            raise ValueError(f"tool_choice: {choice.function.name!r} is none of the tools {names}")
+        if self.requested_form() is not None:
+            raise ValueError(
+                "tool_choice asks for a call of a tool, and another form of answers is given too"
+            )
 
     @property
     def has_form(self) -> bool:
