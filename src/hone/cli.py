@@ -16,6 +16,7 @@ from pathlib import Path
 
 from hone import STARTED, machine, preemption
 from hone.config.command_table import COMMANDS, import_object
+from hone.process_report import claim_report_file, write_report
 from hone.text.printable import make_printable
 
 OTHERS = {  # subcommands with arguments of their own kind
@@ -112,6 +113,7 @@ def _run_command(command: str, argv: list[str]) -> int:
         )
 
     machine.prepare_environment()
+    claim_report_file()
     preemption.listen_for_signals()
     if command in STEPPING:
         preemption.listen_to_ctrl_c()
@@ -190,6 +192,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
     try:
         return work() or 0
     except preemption.Preempted as left:
+        write_report(preempted=str(left), can_resume=left.can_resume)
         print(f"{command}: {left}", flush=True)
         if not preemption.was_interrupted():
             return preemption.AGAIN
@@ -203,16 +206,20 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
-        print(f"{command}: error: {make_printable(str(error))}", file=sys.stderr)
-        return 1
+        return _print_error(command, make_printable(str(error)))
     except Exception as error:
         if not is_disk_full(error):
+            write_report(error=f"{type(error).__name__}: {error}")
             raise
-        print(
-            f"{command}: error: the disk is full; make room, then --resume auto goes on where it was",
-            file=sys.stderr,
-        )
-        return 1
+        message = "the disk is full; make room, then --resume auto goes on where it was"
+        return _print_error(command, message)
+
+
+def _print_error(command: str, message: str) -> int:
+    """Print an error of the user's to standard error; return the exit code."""
+    write_report(error=message)
+    print(f"{command}: error: {message}", file=sys.stderr)
+    return 1
 
 
 def resume_command(argv: list[str]) -> str:

@@ -400,9 +400,7 @@ def test_a_restarted_orchestrator_goes_on_and_a_taken_over_run_ends(trained, tmp
 def test_a_component_that_fails_is_the_cause(trained, tmp_path, port_8000):
     done = processes(tmp_path / "run", trained, "--orchestrator.env", '{"id": "no-such"}', ok=False)
     last = done.stderr.splitlines()[-1]
-    assert last.startswith(
-        "rl: error: orchestrator ended with exit code 1: orchestrator: error: environment"
-    )
+    assert last.startswith("rl: error: orchestrator ended with exit code 1: environment")
     nobody = ("--output-dir", tmp_path / "other", "--orchestrator.client.ready-timeout", 0.5)
     done = command("rl", *TINY_RL, "--model.name", trained, *nobody, ok=False)
     assert (

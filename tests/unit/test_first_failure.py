@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,7 @@ from hone.launch.processes import Child, find_first_failure
 def start_child(name, code):
     child = Child.__new__(Child)
     child.name = child.title = name
-    child.is_elsewhere, child.log, child.said = False, None, []
+    child.is_elsewhere, child.log, child.report = False, None, Path("no-report.json")
     child.output_ended_at = float("inf")
     child.process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True

@@ -18,8 +18,7 @@ import httpx
 
 from hone.config.sections import LOOPBACK
 from hone.evals.endpoints import Endpoint, find_endpoint, is_named
-
-SERVING = re.compile(rb" at (http://\S+) \(ready after")
+from hone.process_report import REPORT_VARIABLE, read_report
 
 
 def can_be_loaded(model: str) -> bool:
@@ -112,17 +111,23 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
         words = ["--model.name", base, "--adapters", json.dumps({name: str(adapter.parent)})]
     words += [] if chat_template is None else ["--model.chat-template", chat_template]
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.json"
+        own = {
+            "HONE_PARENT_PID": str(os.getpid()),
+            "HONE_API_KEY": "",
+            REPORT_VARIABLE: str(report),
+        }
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "hone", "inference", *words, "--port", "0"],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env=os.environ | {"HONE_PARENT_PID": str(os.getpid()), "HONE_API_KEY": ""},
+            env=os.environ | own,
         )
         try:
-            yield Endpoint(f"{_await_url(process, said.fileno())}/v1", name, None, is_own=True)
+            yield Endpoint(_await_url(process, report), name, None, is_own=True)
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -131,17 +136,12 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
             process.wait()
 
 
-def _await_url(process: "subprocess.Popen[bytes]", said: int) -> str:
+def _await_url(process: "subprocess.Popen[bytes]", report: Path) -> str:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)
-        text = os.pread(said, 1 << 20, 0)
-        found = SERVING.search(text)
-        if found:
-            return found[1].decode().removesuffix("/v1")
+        found = read_report(report)
+        if "url" in found:
+            return str(found["url"])
         if process.returncode is not None:
-            lines = [line for line in text.decode(errors="replace").splitlines() if line.strip()]
-            wrong = [line for line in lines if "error:" in line] or lines[-1:]
-            raise ValueError(
-                wrong[0].removeprefix("inference: error: ") if wrong else "the server did not start"
-            )
+            raise ValueError(found.get("error") or "the server did not start")

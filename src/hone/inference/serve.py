@@ -15,6 +15,7 @@ from hone.config.sections import CLIENT_KEY_VARIABLE, LOOPBACK, own_key
 from hone.inference.backends import Embedded, Vllm, is_apart, takes_vllm
 from hone.inference.engine_process import Apart
 from hone.inference.socket_binding import bind_socket
+from hone.process_report import write_report
 from hone.server_starts import announce_start
 
 log = logging.getLogger("hone.inference")
@@ -47,6 +48,7 @@ def serve_model(config: InferenceConfig) -> None:
         sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
         starting.close()
         url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
+        write_report(url=url)
         log.info(
             "Serving %s at %s (ready after %.1f s)",
             config.model.name,

@@ -35,6 +35,7 @@ from hone.monitors import trackers
 from hone.monitors.events import EventList, Events
 from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import whole_run_line
+from hone.process_report import REPORT_VARIABLE, read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -125,11 +126,12 @@ async def require_servers(config: RLConfig) -> None:
 
 
 class Child:
-    """A component's process, and its last output lines."""
+    """A component's process, and its report."""
 
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
         self.name, self.title, self.is_server = part.name, part.display_name, part.restarts
-        self.is_trainer, self.said = part.role == "trainer", deque[str](maxlen=50)
+        self.is_trainer = part.role == "trainer"
+        self.report = (logs / f".{part.name}.report.json").absolute()
         self.is_elsewhere = bool(part.node)
         self.words = [
             *on_node(part.node),
@@ -141,7 +143,11 @@ class Child:
             "@",
             str(config.absolute()),
         ]
-        own = {"HONE_PARENT_PID": "0" if part.node else str(os.getpid()), "PYTHONUNBUFFERED": "1"}
+        own = {
+            "HONE_PARENT_PID": "0" if part.node else str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+            REPORT_VARIABLE: str(self.report),
+        }
         secrets = secrets_variable(part.config.model_dump(mode="json"))
         self.environment = os.environ | part.environment | own | secrets
         # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
@@ -149,6 +155,7 @@ class Child:
         self.start_process()
 
     def start_process(self) -> None:
+        self.report.unlink(missing_ok=True)
         with contextlib.nullcontext() if self.is_elsewhere else preemption.hold_signals():
             self.process = subprocess.Popen(
                 self.words,
@@ -167,7 +174,6 @@ class Child:
     def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            self.said.append(line.rstrip())
             # Nobody reads (`rl | head`), a full disk: go on draining
             with contextlib.suppress(OSError, ValueError):
                 print(line, end="", flush=True, file=self.log or sys.stdout)
@@ -189,10 +195,8 @@ class Child:
             if code < 0
             else f"ended with exit code {code}"
         )
-        errors = [line for line in self.said if "error:" in line.lower()] or [
-            line for line in self.said if line
-        ]
-        return f"{self.title} {how}" + (f": {errors[-1]}" if code > 0 and errors else "")
+        error = read_report(self.report).get("error")
+        return f"{self.title} {how}" + (f": {error}" if error else "")
 
 
 def on_node(node: str) -> list[str]:
@@ -227,9 +231,9 @@ def watch_children(children: list[Child], follower: Follower) -> None:
                 child.process.send_signal(signal.SIGUSR1)
         codes = [child.exit_code() for child in trainers]
         if preemption.AGAIN in codes and None not in codes:
-            trainers[0].reader.join(2.0)
-            can_resume = any(follower.run.checkpoints.glob("step_*"))
-            raise preemption.Preempted(trainers[0].said[-1].removeprefix("trainer: "), can_resume)
+            report = read_report(trainers[0].report)
+            message = report.get("preempted", "stopped on request")
+            raise preemption.Preempted(message, report.get("can_resume", False))
         for child in children:
             code = child.exit_code()
             if child in trainers and code == preemption.AGAIN:
@@ -278,5 +282,6 @@ def end_children(children: list[Child]) -> None:
             os.killpg(child.process.pid, signal.SIGKILL)
     for child in children:
         child.reader.join(2.0)
+        child.report.unlink(missing_ok=True)
         if child.log:
             child.log.close()
