@@ -57,6 +57,10 @@ class _Run:
         return all(future.done() for future in self.futures)
 
 
+class OutdatedServer(ServerLost):
+    """A server answers with older weights than it had loaded."""
+
+
 class Server:
     def __init__(self, client: HttpClient) -> None:
         self.client = client
@@ -213,39 +217,16 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_requests(self, server: Server, run: _Run) -> None:
-        count = len(run.futures)
         run.name, run.version = uuid.uuid4().hex[:12], server.version
         server.runs[run.name] = run
-        run.begun = [len(one.ids) for one in run.so_far] or [0] * count
-        asking = asyncio.ensure_future(
-            server.unless_lost(
-                server.client.chat_group(
-                    run.prompt, run.sampling, count, run.name if self.goes_on else "", run.so_far
-                )
-            )
-        )
-        run.so_far = run.so_far or [Completion([], [], [], "") for _ in range(count)]
-
-        def given_up(_: object) -> None:
-            if run.is_over:
-                asking.cancel()  # the server sees that nobody waits
-
-        for future in run.futures:
-            future.add_done_callback(given_up)
-        is_wrong = False
         try:
-            turns = await asking
-            new = [
-                v
-                for turn, n in zip(turns, run.begun, strict=True)
-                for v in turn.completion.versions[n:]
-            ]
-            is_wrong = min(new, default=run.version) < run.version
-            if is_wrong:  # restarted between two requests, without its weights
-                raise ServerLost(f"it serves version {min(new)}, it had taken {run.version}")
+            turns = await self._request_turns(server, run)
         except ServerLost as error:
             # A named request is not retried by the client: maybe only the connection failed, not the server.
-            if is_wrong or not (self.goes_on and server.is_up and await server.client.is_up()):
+            is_lost = isinstance(error, OutdatedServer) or not (
+                self.goes_on and server.is_up and await server.client.is_up()
+            )
+            if is_lost:
                 self.report_lost(server, str(error))
             if not self.goes_on:
                 run.so_far = []
@@ -253,16 +234,43 @@ class Fleet:
         except asyncio.CancelledError:
             if not run.is_over:
                 raise
-        except Exception as error:  # a refusal: each rollout that waits learns of it
+        except Exception as error:  # a refusal: each rollout that waits gets it
             _fail_waiters(run, error)
         else:
             for future, turn in zip(run.futures, turns, strict=True):
                 if not future.done():
                     future.set_result(turn)
         finally:
-            server.busy -= count
+            server.busy -= len(run.futures)
             server.runs.pop(run.name, None)
             self._dispatch_runs()
+
+    async def _request_turns(self, server: Server, run: _Run) -> list[Turn]:
+        """Request the turns of a run; cancelled once nobody awaits any.
+
+        Raises OutdatedServer if the server restarted between two requests, without its weights.
+        """
+        count, name = len(run.futures), run.name if self.goes_on else ""
+        run.begun = [len(one.ids) for one in run.so_far] or [0] * count
+        request = server.client.chat_group(run.prompt, run.sampling, count, name, run.so_far)
+        asking = asyncio.ensure_future(server.unless_lost(request))
+        run.so_far = run.so_far or [Completion([], [], [], "") for _ in range(count)]
+
+        def cancel_if_over(_: object) -> None:
+            if run.is_over:
+                asking.cancel()  # the server sees that nobody waits
+
+        for future in run.futures:
+            future.add_done_callback(cancel_if_over)
+        turns = await asking
+        new = [
+            version
+            for turn, begun in zip(turns, run.begun, strict=True)
+            for version in turn.completion.versions[begun:]
+        ]
+        if min(new, default=run.version) < run.version:
+            raise OutdatedServer(f"it serves version {min(new)}, it had taken {run.version}")
+        return turns
 
     # ------------------------------------------------------------------------------------------ servers
 

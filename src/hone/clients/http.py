@@ -152,27 +152,25 @@ class HttpClient:
         A Hone server reports progress under `name` and continues from the tokens in `so_far`. A
         named request is encoded once, so its content must not change.
         """
+        optional = {
+            "tools": prompt.tools,
+            "chat_template_kwargs": prompt.template_arguments,
+            "n": count if count > 1 else None,
+            "request_name": name,
+            "so_far": [_encode_partial(one) for one in so_far or []],
+        }
         body = {
             "model": self.model,
             "messages": prompt.messages,
-            **({"tools": prompt.tools} if prompt.tools else {}),
-            **(
-                {"chat_template_kwargs": prompt.template_arguments}
-                if prompt.template_arguments
-                else {}
-            ),
-            **_encode_sampling(sampling),
-            **({"return_token_logprobs": True} if self.is_hone else {"logprobs": True}),
             "return_token_ids": True,
-            **({"n": count} if count > 1 else {}),
+            "return_token_logprobs" if self.is_hone else "logprobs": True,
+            **{key: value for key, value in optional.items() if value},
+            **_encode_sampling(sampling),
             **(_encode_prompt(prompt) if prompt.before and self.is_hone else {}),
-            **({"request_name": name} if name else {}),
-            **({"so_far": [_encode_partial(one) for one in so_far]} if so_far else {}),
             **self.extra_body,
         }
-        answer = await self._post_json(
-            f"{self.base_url}/chat/completions", body, retries=0 if name else self.retries
-        )
+        url, retries = f"{self.base_url}/chat/completions", 0 if name else self.retries
+        answer = await self._post_json(url, body, retries=retries)
         usage = answer.get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens") or 0
         self.completion_tokens += usage.get("completion_tokens") or 0

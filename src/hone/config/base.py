@@ -370,40 +370,13 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
     lines = []
     for item in error.errors(include_url=False):
         names = _without_tags(cls, [str(part) for part in item["loc"] if not _is_tag(part)])
-        key = ".".join(names)
+        key = _to_kebab_case(".".join(names))
         place = _describe_origin(names, origins, str((item.get("ctx") or {}).get("error", "")))
         if item["type"] == "extra_forbidden":
-            parents = _find_sections(cls, names[:-1])
-            known = sorted({key for one in parents for key in one.model_fields})
-            having = [
-                kind
-                for one in parents
-                if names[-1] in one.model_fields
-                for kind in _list_kinds(one)
-            ]
-            near = difflib.get_close_matches(names[-1], known, n=1, cutoff=0.5)
-            elsewhere = (
-                []
-                if near
-                else [
-                    k.key
-                    for k in walk_entries(cls)
-                    if not k.is_section and k.key.split(".")[-1] == names[-1]
-                ]
-            )
-            hint = (
-                f"it is one of type {', '.join(having)}"
-                if having
-                else f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?"
-                if near
-                else f"there is {_to_kebab_case(elsewhere[0])}"
-                if elsewhere
-                else f"known keys: {', '.join(_to_kebab_case(k) for k in known)}"
-            )
-            lines.append(f"{_to_kebab_case(key)}: unknown key{place}; {hint}")
+            lines.append(f"{key}: unknown key{place}; {_suggest_key(cls, names)}")
         elif item["type"] == "missing":
-            sections = _find_sections(cls, names)
-            required = _list_required(sections[0], f"{key}.") if sections else [key]
+            sections, full = _find_sections(cls, names), ".".join(names)
+            required = _list_required(sections[0], f"{full}.") if sections else [full]
             lines += [
                 f"{_to_kebab_case(k)} must be given: --{_to_kebab_case(k)} VALUE or in the TOML file"
                 for k in required
@@ -412,14 +385,31 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
             kinds = [kind.strip("'") for kind in item["ctx"]["expected_tags"].split(", ")]
             near = difflib.get_close_matches(item["ctx"]["tag"], kinds, n=1, cutoff=0.0)[0]
             found = f"{item['ctx']['tag']!r} is none of {', '.join(kinds)}; did you mean {near}?"
-            lines.append(f"{_to_kebab_case(key)}.type: {found}{place}")
+            lines.append(f"{key}.type: {found}{place}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
-            lines.append(f"{_to_kebab_case(key)}: {message}{place}" if key else f"{message}{place}")
+            lines.append(f"{key}: {message}{place}" if key else f"{message}{place}")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            lines.append(f"{_to_kebab_case(key)}: {message}, found {item['input']!r}{place}")
+            lines.append(f"{key}: {message}, found {item['input']!r}{place}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _suggest_key(cls: type[Config], names: list[str]) -> str:
+    """Return what helps with an unknown key: the kind that has it, or the nearest or all known keys."""
+    parents, name = _find_sections(cls, names[:-1]), names[-1]
+    kinds = [kind for one in parents if name in one.model_fields for kind in _list_kinds(one)]
+    if kinds:
+        return f"it is one of type {', '.join(kinds)}"
+    known = sorted({key for one in parents for key in one.model_fields})
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?"
+    entries = (entry for entry in walk_entries(cls) if not entry.is_section)
+    elsewhere = next((one.key for one in entries if one.key.split(".")[-1] == name), None)
+    if elsewhere is not None:
+        return f"there is {_to_kebab_case(elsewhere)}"
+    return f"known keys: {', '.join(map(_to_kebab_case, known))}"
 
 
 def _list_required(cls: type[Config], prefix: str) -> list[str]:

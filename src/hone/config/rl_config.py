@@ -198,6 +198,20 @@ class RLConfig(ResumableConfig):
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")
             values.setdefault("inference", None)
+        shared = cls._hoist_shared(values, origins)
+        replays = (values.get("trainer") or {}).get("replay_routing")
+        if replays is not None:  # the sampler has to report what it chose
+            values = merge_tables({"orchestrator": {"return_routing": replays}}, values)
+        return super().prepare_values(
+            with_algorithms(merge_tables(shared, values)), origins, files_for
+        )
+
+    @classmethod
+    def _hoist_shared(cls, values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
+        """Move the keys that components share out of their sections, and return them.
+
+        Raises ConfigError if two components differ.
+        """
         shared: dict[str, Any] = {}
         said_by: dict[str, str] = {}
         for component, section in COMPONENTS.items():
@@ -210,25 +224,17 @@ class RLConfig(ResumableConfig):
             values[component] = {key: value for key, value in given.items() if key not in common}
             for name, value in _flatten_keys({key: given[key] for key in common}).items():
                 origin = origins.get(f"{component}.{name}", component)
-                if (
-                    name in said_by
-                    and str(_flatten_keys(shared)[name]) != str(value)
-                    and name not in origins
-                ):
+                before = _flatten_keys(shared).get(name)
+                if name in said_by and str(before) != str(value) and name not in origins:
                     raise ConfigError(
-                        f"{name}: {_flatten_keys(shared)[name]!r} in {said_by[name]}, {value!r} in {origin}; "
+                        f"{name}: {before!r} in {said_by[name]}, {value!r} in {origin}; "
                         f"the components of a run share it: give it once, --{name.replace('_', '-')} VALUE"
                     )
                 shared = merge_tables(shared, _nest_key(name, value))
                 said_by[name] = origin
         for name, origin in said_by.items():
             origins.setdefault(name, origin)
-        replays = (values.get("trainer") or {}).get("replay_routing")
-        if replays is not None:  # who samples has to say what it chose
-            values = merge_tables({"orchestrator": {"return_routing": replays}}, values)
-        return super().prepare_values(
-            with_algorithms(merge_tables(shared, values)), origins, files_for
-        )
+        return shared
 
 
 def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

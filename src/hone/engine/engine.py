@@ -330,27 +330,31 @@ class Engine:
                 leaders.append(sequence)
                 last.append(end)
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
-        which = [i for i, leader in enumerate(leaders) for _ in range(1 + len(leader.siblings))]
         if started and self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
             self._drop_graphs()
         stretches = [stretch for _, stretch in planned]
         packed = None if stretches[0].adapter else self.packed
-        result = (
-            self.prefill.run_stretches(stretches, last)
-            if packed is None
-            else packed.prefill_stretches(stretches, last)
-        )
-        if not started:
-            return
-        which_B, active_B = (to_device(x, self.device) for x in (which, [s.slot for s in started]))
+        if packed is None:
+            result = self.prefill.run_stretches(stretches, last)
+        else:
+            result = packed.prefill_stretches(stretches, last)
+        if started:
+            if len(started) > len(leaders):
+                which = [i for i, leader in enumerate(leaders) for _ in (leader, *leader.siblings)]
+                result = result[to_device(which, self.device)]
+            self._start_decoding(leaders, started, result, is_logits=packed is not None)
+
+    def _start_decoding(
+        self, leaders: list[Sequence], started: list[Sequence], result: Tensor, is_logits: bool
+    ) -> None:
+        """Draw the first token of sequences whose prompts are computed, from `result` B x D or B x V."""
+        active_B = to_device([s.slot for s in started], self.device)
         self.slots.fill_slots(started)
         self.sampler.fill_parameters(started)
-        if len(started) > len(leaders):
-            result = result[which_B]
         self.admission.finish_prefill(leaders)
         kind = TokenSampler.kind_of_batch(started)
         logits_BV = self.decoder.draw_tokens(
-            result, active_B, kind, advance=False, is_logits=packed is not None
+            result, active_B, kind, advance=False, is_logits=is_logits
         )
         self._note_alternatives(logits_BV, active_B, started)
         for sequence in started:
@@ -360,9 +364,8 @@ class Engine:
         self._has_changed = True
         if self.graphs is None or any(s.max_tokens == 1 or s.is_watched for s in started):
             watched = [i for i, s in enumerate(started) if s.is_watched]
-            self._process_look(
-                _Look(started, _slots_of(started), watched, self.slots.take_snapshot())
-            )
+            snapshot = self.slots.take_snapshot()
+            self._process_look(_Look(started, _slots_of(started), watched, snapshot))
 
     def _run_decode(self) -> None:
         if self._has_changed:

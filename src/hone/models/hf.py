@@ -206,17 +206,12 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
     for name, file in where.items():
         if name not in shapes[file]:
             raise ValueError(f"{directory / INDEX}: tensor {name} is not in {file.name}")
-    twice = [key for file in files for key in shapes[file] if where.get(key, file) != file]
-    if twice and listed is None:
-        pair = sorted({file.name for file in files if twice[0] in shapes[file]})
-        raise ValueError(
-            f"{directory}: tensor {twice[0]} is in {' and in '.join(pair)}; remove the file that is not meant"
-        )
+    if listed is None:
+        _refuse_duplicates(shapes, where, directory)
     for name, tensor in (wanted or {}).items():
         if name not in where:
-            raise ValueError(
-                f"{directory}: tensor {name} is missing from {', '.join(f.name for f in files)}"
-            )
+            read = ", ".join(file.name for file in files)
+            raise ValueError(f"{directory}: tensor {name} is missing from {read}")
         shape = shapes[where[name]][name]
         if shape != tuple(tensor.shape):
             raise ValueError(
@@ -232,6 +227,18 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
     return where
 
 
+def _refuse_duplicates(
+    shapes: dict[Path, dict[str, tuple[int, ...]]], where: Mapping[str, Path], directory: Path
+) -> None:
+    """Raise ValueError for a tensor in several files that no index chooses from."""
+    twice = [key for file, found in shapes.items() for key in found if where[key] != file]
+    if twice:
+        pair = sorted({file.name for file, found in shapes.items() if twice[0] in found})
+        raise ValueError(
+            f"{directory}: tensor {twice[0]} is in {' and in '.join(pair)}; remove the file that is not meant"
+        )
+
+
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return the files of a model's weights, and the file of each tensor where an index lists them.
 
@@ -242,45 +249,11 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
-        listed = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(listed, dict) or not all(
-            isinstance(name, str) for name in listed.values()
-        ):
-            raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
-        missing = sorted(set(listed.values()) - set(every))
-        if missing and SINGLE not in every:
-            raise ValueError(
-                f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have"
-            )
-        if missing:
-            log.warning("%s: not read, since its files are not there: %s", directory, INDEX)
-            return [every[SINGLE]], None
-        others = sorted(set(every) - set(listed.values()))
-        if others:
-            log.warning(
-                "%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others)
-            )
-        return sorted({every[name] for name in listed.values()}), {
-            key: every[name] for key, name in listed.items()
-        }
+        return _indexed_files(directory, every)
     if SINGLE in every:
         return [every[SINGLE]], None
-    shards: dict[str, list[Path]] = {}
-    for name, file in every.items():
-        if found := SHARD.fullmatch(name):
-            shards.setdefault(found[1], []).append(file)
-    whole = [files for count, files in shards.items() if len(files) == int(count)]
-    if len(whole) > 1:
-        raise ValueError(
-            f"{directory} has the shards of {len(whole)} saves and no {INDEX}; remove those that are not meant"
-        )
-    if whole:
-        return whole[0], None
-    if shards:
-        count, files = next(iter(shards.items()))
-        raise ValueError(
-            f"{directory} has {len(files)} of {int(count)} shards of its weights, and no {INDEX}"
-        )
+    if shards := _complete_shards(directory, every):
+        return shards, None
     rest = [file for name, file in every.items() if not UNRELATED.match(name)]
     if rest:
         return rest, None
@@ -295,6 +268,49 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
         f"{directory} has no *.safetensors weights{unrelated}; give a directory with weights, "
         "or --model.random-init to start from random ones"
     )
+
+
+def _indexed_files(
+    directory: Path, every: dict[str, Path]
+) -> tuple[list[Path], dict[str, Path] | None]:
+    """Return what `weight_files` returns of a directory with an index. Raises ValueError."""
+    listed = read_json(directory / INDEX).get("weight_map")
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
+    missing = sorted(set(listed.values()) - set(every))
+    if missing and SINGLE not in every:
+        raise ValueError(
+            f"{directory / INDEX} names {', '.join(missing[:3])}, which {directory} does not have"
+        )
+    if missing:
+        log.warning("%s: not read, since its files are not there: %s", directory, INDEX)
+        return [every[SINGLE]], None
+    others = sorted(set(every) - set(listed.values()))
+    if others:
+        log.warning(
+            "%s: not read, since %s does not list them: %s", directory, INDEX, ", ".join(others)
+        )
+    where = {key: every[name] for key, name in listed.items()}
+    return sorted(set(where.values())), where
+
+
+def _complete_shards(directory: Path, every: dict[str, Path]) -> list[Path]:
+    """Return the shards of one save, empty if there are none. Raises ValueError."""
+    shards: dict[str, list[Path]] = {}
+    for name, file in every.items():
+        if found := SHARD.fullmatch(name):
+            shards.setdefault(found[1], []).append(file)
+    whole = [files for count, files in shards.items() if len(files) == int(count)]
+    if len(whole) > 1:
+        raise ValueError(
+            f"{directory} has the shards of {len(whole)} saves and no {INDEX}; remove those that are not meant"
+        )
+    if shards and not whole:
+        count, files = next(iter(shards.items()))
+        raise ValueError(
+            f"{directory} has {len(files)} of {int(count)} shards of its weights, and no {INDEX}"
+        )
+    return whole[0] if whole else []
 
 
 def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
