@@ -243,57 +243,46 @@ def collapse(facts: RunFacts) -> Finding | None:
     level = _running_mean([rewards[step] for step in steps])
     best = max(range(len(level)), key=level.__getitem__)
     floor = min(0.0, *level)
-    start = max(best, 0)
-    lost = [
-        i
-        for i in range(start, len(steps))
-        if rewards[steps[i]] - floor < (1 - LOST) * (level[best] - floor)
-    ]
+    threshold = floor + (1 - LOST) * (level[best] - floor)
+    lost = [step for step in steps[best:] if rewards[step] < threshold]
     last = [rewards[step] for step in steps[-FEW:]]
-    if (
-        not lost
-        or level[best] - floor < 0.05
-        or sum(last) / len(last) - floor > (1 - LOST) * (level[best] - floor)
-    ):
+    at_end = sum(last) / len(last)
+    if not lost or level[best] - floor < 0.05 or at_end > threshold:
         return None
-    first = steps[lost[0]]
+    first = lost[0]
+    peak = (
+        f"The reward was {level[best]:.3f} around step {steps[best]} and {at_end:.3f} at the end."
+    )
+    advice = [
+        "Lower the learning rate (trainer.optim.lr): by 10 at first, "
+        f"by 100 if the reward is lost within {FEW} steps.",
+        f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
+        "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; "
+        "optim.skip_norm passes single bad steps.",
+    ]
+    title = "The policy has collapsed: the reward is lost"
+    return Finding("collapse", title, first, f"{peak} {_describe_training(facts, first)}", advice)
+
+
+def _describe_training(facts: RunFacts, first: int) -> str:
+    """Return entropy, gradient norm and learning rate around a step, in one sentence."""
     entropy, norm = facts.trained_metric("entropy/mean"), facts.trained_metric("optim/grad_norm")
-    before = [entropy[s] for s in sorted(entropy) if s < first] or [0.0]
-    after = [entropy[s] for s in sorted(entropy) if s >= first] or [0.0]
+    before = max([entropy[s] for s in entropy if s < first] or [0.0])
+    after = max([entropy[s] for s in entropy if s >= first] or [0.0])
     how = (
         "rose"
-        if max(after) > 2 * max(before)
+        if after > 2 * before
         else "fell"
-        if max(after) < 0.3 * max(before)
+        if after < 0.3 * before
         else "stayed about as it was"
     )
-    lr = facts.metric_by_step("optim/lr")
-    said = (
-        f"The reward was {level[best]:.3f} around step {steps[best]} and {sum(last) / len(last):.3f} at the end. The "
-        f"entropy {how} ({max(before):.2f} before, {max(after):.2f} after)"
-        + (f"; the gradient's norm reached {max(norm.values()):.1f}" if norm else "")
-        + (
-            f"; the learning rate was {lr[max(s for s in lr if s <= first)]:.1e}."
-            if any(s <= first for s in lr)
-            else "."
-        )
-    )
-    rate = (
-        "Lower the learning rate (trainer.optim.lr): by 10 at first, "
-        f"by 100 if the reward is lost within {FEW} steps."
-    )
-    return Finding(
-        "collapse",
-        "The policy has collapsed: the reward is lost",
-        first,
-        said,
-        [
-            rate,
-            f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
-            "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; "
-            "optim.skip_norm passes single bad steps.",
-        ],
-    )
+    said = f"The entropy {how} ({before:.2f} before, {after:.2f} after)"
+    if norm:
+        said += f"; the gradient's norm reached {max(norm.values()):.1f}"
+    rates = {step: lr for step, lr in facts.metric_by_step("optim/lr").items() if step <= first}
+    if rates:
+        said += f"; the learning rate was {rates[max(rates)]:.1e}"
+    return f"{said}."
 
 
 def length(facts: RunFacts) -> Finding | None:

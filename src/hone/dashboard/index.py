@@ -155,25 +155,12 @@ class Index:
         whole = added[: added.rfind(b"\n") + 1]
         if start and not whole:
             return
-        names: dict[str, int] = {
-            name: i for i, name in connection.execute("SELECT id, name FROM metrics")
-        }
+        names: dict[str, int] = dict(connection.execute("SELECT name, id FROM metrics"))
         connection.execute("BEGIN")
         if not start:
             connection.execute("DELETE FROM points")
         for line in whole.split(b"\n"):
-            row = row_of(line)
-            step = row.get("step")
-            if not isinstance(step, int) or isinstance(step, bool):
-                continue
-            values = []
-            for name, value in row.items():
-                if name != "step" and isinstance(value, (int, float)) and math.isfinite(value):
-                    if name not in names:
-                        names[name] = len(names) + 1
-                        connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
-                    values.append((names[name], step, float(value)))
-            connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", values)
+            _insert_points(connection, names, row_of(line))
         _write_fact(connection, "metrics", json.dumps([of.st_ino, start + len(whole)]))
         connection.execute("COMMIT")
 
@@ -412,6 +399,23 @@ def _delete_step(connection: sqlite3.Connection, step: int) -> None:
     )
     connection.execute("DELETE FROM rollouts WHERE step = ?", (step,))
     connection.execute("DELETE FROM files WHERE step = ?", (step,))
+
+
+def _insert_points(
+    connection: sqlite3.Connection, names: dict[str, int], row: dict[str, Any]
+) -> None:
+    """Insert the finite numbers of a row of metrics; new metrics are added to `names`."""
+    step = row.pop("step", None)
+    if not isinstance(step, int) or isinstance(step, bool):
+        return
+    points = []
+    for name, value in row.items():
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            if name not in names:
+                names[name] = len(names) + 1
+                connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
+            points.append((names[name], step, float(value)))
+    connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", points)
 
 
 def _read_fact(connection: sqlite3.Connection, key: str) -> str | None:

@@ -32,10 +32,11 @@ def draw_curves(indexes: list[Index], form: str) -> bytes:
         index.update_metrics()
     kinds = {index.run.kind for index in indexes}
     panels = [panel for kind, some in (("rl", RL), ("sft", SFT)) if kind in kinds for panel in some]
-    series = [
-        index.metric_series([name for _, name in panels] + ["reward/std"]) for index in indexes
+    names = [name for _, name in panels] + ["reward/std"]
+    series = [(index, index.metric_series(names)) for index in indexes]
+    panels = [
+        panel for panel in dict.fromkeys(panels) if any(panel[1] in found for _, found in series)
     ]
-    panels = [panel for panel in dict.fromkeys(panels) if any(panel[1] in one for one in series)]
     if not panels:
         raise ValueError("there is nothing to draw yet: no step is done")
     columns = min(3, len(panels))
@@ -43,22 +44,25 @@ def draw_curves(indexes: list[Index], form: str) -> bytes:
     figure = Figure(figsize=(4.6 * columns, 3.0 * rows), layout="constrained")
     for k, (title, name) in enumerate(panels):
         axes = figure.add_subplot(rows, columns, k + 1)
-        for i, (index, one) in enumerate(zip(indexes, series, strict=True)):
-            if name in one:
-                _draw_line(axes, name, one, COLOURS[i % len(COLOURS)], label_of(index))
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xlabel("step")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        if name == "mismatch_kl/mean" and any(
-            v > 0 for one in series for v in one.get(name, [[], []])[1]
-        ):
-            axes.set_yscale("log", nonpositive="mask")
+        _draw_panel(axes, name, series)
         if len(indexes) > 1 and k == 0:
             axes.legend(fontsize=8, frameon=False)
     out = io.BytesIO()
     figure.savefig(out, format=form, dpi=130)
     return out.getvalue()
+
+
+def _draw_panel(axes: Any, name: str, series: list[tuple[Index, dict[str, Any]]]) -> None:
+    for i, (index, found) in enumerate(series):
+        if name in found:
+            _draw_line(axes, name, found, COLOURS[i % len(COLOURS)], label_of(index))
+    axes.set_xlabel("step")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    values = [value for _, found in series for value in found.get(name, [[], []])[1]]
+    if name == "mismatch_kl/mean" and any(value > 0 for value in values):
+        axes.set_yscale("log", nonpositive="mask")
 
 
 def _draw_line(

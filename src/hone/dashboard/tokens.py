@@ -76,21 +76,7 @@ class TokenTable:
         `sampled` holds logprobs of generated tokens, None for others. See
         `orchestrator.group.samples_of`.
         """
-        sequences: list[dict[str, Any]] = []
-        for turn in turns if isinstance(turns, list) else []:
-            prompt, ids = turn.get("prompt_ids"), turn.get("ids")
-            if not isinstance(prompt, list) or not isinstance(ids, list):
-                continue
-            last = sequences[-1] if sequences else None
-            if last is None or prompt[: len(last["ids"])] != last["ids"]:
-                last = {"ids": [], "sampled": [], "version": []}
-                sequences.append(last)
-            between = prompt[len(last["ids"]) :]
-            last["sampled"] += [None] * len(between) + list(
-                turn.get("logprobs") or [None] * len(ids)
-            )
-            last["version"] += [None] * len(between) + [turn.get("version")] * len(ids)
-            last["ids"] += between + ids
+        sequences = _join_turns(turns if isinstance(turns, list) else [])
         for i, one in enumerate(sequences):
             own = [j for j, logprob in enumerate(one["sampled"]) if logprob is not None and j > 0]
             one["trained"], one["masked"] = [None] * len(one["ids"]), [None] * len(one["ids"])
@@ -110,6 +96,25 @@ class TokenTable:
 @functools.lru_cache(maxsize=4)
 def _load_tokens(file: Path | None, _stamp: int) -> TokenTable:
     return TokenTable(file)
+
+
+def _join_turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return sequences of ids, sampler logprobs and versions; a turn continues its predecessor."""
+    sequences: list[dict[str, Any]] = []
+    for turn in turns:
+        prompt, ids = turn.get("prompt_ids"), turn.get("ids")
+        if not isinstance(prompt, list) or not isinstance(ids, list):
+            continue
+        last = sequences[-1] if sequences else None
+        if last is None or prompt[: len(last["ids"])] != last["ids"]:
+            last = {"ids": [], "sampled": [], "version": []}
+            sequences.append(last)
+        between = prompt[len(last["ids"]) :]
+        nothing = [None] * len(between)
+        last["sampled"] += nothing + list(turn.get("logprobs") or [None] * len(ids))
+        last["version"] += nothing + [turn.get("version")] * len(ids)
+        last["ids"] += between + ids
+    return sequences
 
 
 def _find_tokenizer(root: Path, run: Run) -> tuple[Path | None, int]:

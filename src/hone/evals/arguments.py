@@ -213,40 +213,41 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
     common = {key: value for key, value in content.items() if key != "eval"}
-    found = []
     listed = content.get("eval") or []
     if not isinstance(listed, list):
         raise ValueError(f"{path}: evaluations are a list: write [[eval]], not [eval]")
+    if not listed:
+        raise ValueError(f"{path} has no [[eval]] entry")
+    found = []
     for entry in listed:
         keys = common | entry
         keys["env"] = keys.pop("env_id", None) or keys.pop("id", None) or keys.get("env")
-        for key in keys:
-            if key not in FROM_FILE:
-                import difflib
-
-                near = difflib.get_close_matches(key, FROM_FILE, n=1)
-                hint = (
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"there are: env_id, {', '.join(FROM_FILE)}"
-                )
-                raise ValueError(f"{path}: no key {key!r}; {hint}")
-        for key in ("num_examples", "rollouts_per_example", "max_concurrent", "max_tokens"):
-            if key in keys and (
-                type(keys[key]) is not int
-                or (keys[key] < 1 and (key, keys[key]) != ("num_examples", -1))
-            ):
-                raise ValueError(f"{path}: {key} must be 1 or more, found {keys[key]!r}")
+        _check_keys(path, keys)
         if "sampling_args" in keys:
-            keys["sampling_args"] = with_template(
-                flatten_extra_body(keys["sampling_args"]), args.template_arguments
-            )
-        if not keys["env"]:
-            raise ValueError(f"{path}: an [[eval]] entry has no env_id")
+            fields = flatten_extra_body(keys["sampling_args"])
+            keys["sampling_args"] = with_template(fields, args.template_arguments)
         found.append(argparse.Namespace(**vars(args) | keys))
-    if not found:
-        raise ValueError(f"{path} has no [[eval]] entry")
     return found
+
+
+def _check_keys(path: Path, keys: dict[str, Any]) -> None:
+    """Raise ValueError for an unknown key or a wrong value of an [[eval]] entry."""
+    for key in keys:
+        if key not in FROM_FILE:
+            import difflib
+
+            near = difflib.get_close_matches(key, FROM_FILE, n=1)
+            known = f"there are: env_id, {', '.join(FROM_FILE)}"
+            raise ValueError(
+                f"{path}: no key {key!r}; {f'did you mean {near[0]}?' if near else known}"
+            )
+    for key in ("num_examples", "rollouts_per_example", "max_concurrent", "max_tokens"):
+        value = keys.get(key, 1)
+        is_all = key == "num_examples" and value == -1
+        if type(value) is not int or (value < 1 and not is_all):
+            raise ValueError(f"{path}: {key} must be 1 or more, found {value!r}")
+    if not keys["env"]:
+        raise ValueError(f"{path}: an [[eval]] entry has no env_id")
 
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:

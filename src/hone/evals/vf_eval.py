@@ -102,24 +102,31 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
                 collect_rollouts(environment, examples, endpoint, args, known, progress)
             )
     except KeyboardInterrupt:
-        if folder is None:
-            print(
-                "nothing of it is kept: -s saves rollouts as they come, and --resume continues",
-                file=sys.stderr,
-            )
-        else:
-            print(
-                f"what is done is in {folder.path}; to continue: --resume {folder.path}",
-                file=sys.stderr,
-            )
+        hint = "nothing of it is kept: -s saves rollouts as they come, and --resume continues"
+        if folder is not None:
+            hint = f"what is done is in {folder.path}; to continue: --resume {folder.path}"
+        print(hint, file=sys.stderr)
         raise
     settings["seconds"] = round(time.perf_counter() - start, 2)
     settings |= summarize_rollouts(rollouts, args.rollouts_per_example, args.pass_at) | used
     if args.price and used["prompt_tokens"]:
-        dollars = (
-            used["prompt_tokens"] * args.price[0] + used["completion_tokens"] * args.price[1]
-        ) / 1e6
+        counts = used["prompt_tokens"], used["completion_tokens"]
+        dollars = sum(n * price for n, price in zip(counts, args.price, strict=True)) / 1e6
         settings["dollars"] = round(dollars, 6)
+    _save_results(args, settings, rollouts, folder)
+    if settings["failed"] == len(rollouts):
+        first = next(r.error for r in rollouts if r.error)
+        raise ValueError(f"every rollout failed; the first said: {first}")
+    return settings | {"fail_above": args.fail_above}
+
+
+def _save_results(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    rollouts: list[Rollout],
+    folder: Folder | None,
+) -> None:
+    """Print the results, and write the folder and the page that are wanted."""
     if folder is not None:
         folder.rewrite_rollouts(rollouts)
         folder.write_about(settings)
@@ -129,19 +136,11 @@ def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, A
     if args.html is not None:
         from hone.evals.page import write_page
 
-        file = (
-            Path(args.html)
-            if args.html
-            else (folder.path if folder else Path(".")) / "rollouts.html"
-        )
-        write_page(
-            file, settings, [row_of(rollout, args.env, token_ids=False) for rollout in rollouts]
-        )
+        place = folder.path if folder else Path(".")
+        file = Path(args.html) if args.html else place / "rollouts.html"
+        rows = [row_of(rollout, args.env, token_ids=False) for rollout in rollouts]
+        write_page(file, settings, rows)
         print(f"rollouts in {file}")
-    if settings["failed"] == len(rollouts):
-        first = next(r.error for r in rollouts if r.error)
-        raise ValueError(f"every rollout failed; the first said: {first}")
-    return settings | {"fail_above": args.fail_above}
 
 
 def choose_folder(
@@ -208,87 +207,65 @@ def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[s
     fail.
     """
     scored = [r for r in rollouts if not r.error]
-    ids = [r.example.id for r in scored]
-
-    def mean_of(values: list[float], of: list[int]) -> dict[str, float]:
-        return {
-            "mean": float(np.mean(values)),
-            "std": float(np.std(values)),
-            "error": clustered_error(values, of),
+    reward: dict[str, Any] = {"reward": None, "reward_std": None, "reward_error": None}
+    if scored:
+        rewards = [r.reward for r in scored]
+        reward = {
+            "reward": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards)),
+            "reward_error": clustered_error(rewards, [r.example.id for r in scored]),
         }
-
-    rewards = [r.reward for r in scored]
-    names = sorted({name for r in scored for name in r.metrics})
-    having = {name: [r for r in scored if name in r.metrics] for name in names}
-    whole = mean_of(rewards, ids) if scored else {"mean": None, "std": None, "error": None}
-    groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
-    successes = [[r.reward >= passed for r in group if not r.error] for group in groups]
-    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= n]
     return {
         "rollouts": len(rollouts),
         "failed": len(rollouts) - len(scored),
-        "reward": whole["mean"],
-        "reward_std": whole["std"],
-        "reward_error": whole["error"],
-        "metrics": {
-            name: float(np.mean([r.metrics[name] for r in of])) for name, of in having.items()
-        },
-        "metrics_error": {
-            name: clustered_error([r.metrics[name] for r in of], [r.example.id for r in of])
-            for name, of in having.items()
-        },
-        "pass_at": {str(k): pass_at_k(successes, k) for k in ks} if scored else {},
+        **reward,
+        **_summarize_metrics(scored),
+        "pass_at": _pass_rates(rollouts, n, passed) if scored else {},
         "stops": dict(Counter(r.stop or "none" for r in scored).most_common()),
         "truncated": sum(r.is_truncated for r in scored),
     }
 
 
+def _summarize_metrics(scored: list[Rollout]) -> dict[str, dict[str, float]]:
+    """Return the mean and the clustered error of each metric, over the rollouts that have it."""
+    means, errors = {}, {}
+    for name in sorted({name for rollout in scored for name in rollout.metrics}):
+        having = [rollout for rollout in scored if name in rollout.metrics]
+        values = [rollout.metrics[name] for rollout in having]
+        means[name] = float(np.mean(values))
+        errors[name] = clustered_error(values, [rollout.example.id for rollout in having])
+    return {"metrics": means, "metrics_error": errors}
+
+
+def _pass_rates(rollouts: list[Rollout], n: int, passed: float) -> dict[str, float]:
+    """Return pass@k for powers of 2 up to n."""
+    groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
+    successes = [[r.reward >= passed for r in group if not r.error] for group in groups]
+    ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= n]
+    return {str(k): pass_at_k(successes, k) for k in ks}
+
+
+SHOWN_SETTINGS = (
+    "env",
+    "model",
+    "base_url",
+    "num_examples",
+    "rollouts_per_example",
+    "temperature",
+    "max_tokens",
+)
+
+
 def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bool) -> None:
     console = Console(highlight=False)
     console.print("--- Evaluation ---")
-    for key in (
-        "env",
-        "model",
-        "base_url",
-        "num_examples",
-        "rollouts_per_example",
-        "temperature",
-        "max_tokens",
-    ):
+    for key in SHOWN_SETTINGS:
         console.print(f"{key}: {escape(make_line(str(settings[key])))}")
-    shown = rollouts if verbose else rollouts[:1]
-    for rollout in shown:
-        console.print("--- Example ---")
-        for message in [*rollout.example.prompt, *rollout.messages]:
-            calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
-            said = make_printable(f"{message['role']}: {message.get('content') or ''}{calls}")
-            console.print(escape(said), soft_wrap=True)
-        console.print(
-            f"error: {escape(make_printable(rollout.error))}"
-            if rollout.error
-            else f"reward: {rollout.reward:.3f}"
-        )
+    for rollout in rollouts if verbose else rollouts[:1]:
+        _print_rollout(console, rollout)
     console.print("--- All ---")
     if settings["reward"] is not None:
-        console.print(f"reward: avg - {settings['reward']:.3f}, std - {settings['reward_std']:.3f}")
-        n = settings["rollouts_per_example"]
-        for k in range(n):
-            row = ["failed" if r.error else f"{r.reward:.3f}" for r in rollouts[k::n]]
-            console.print(
-                f"r{k + 1}: [{', '.join(row[:10])}{', …' if len(row) > 10 else ''}]", markup=False
-            )
-        for name, value in settings["metrics"].items():
-            console.print(
-                f"{name}: avg - {value:.3f}, 95 % ± {SIGMAS * settings['metrics_error'][name]:.3f}"
-            )
-        console.print(
-            f"95 % of the mean reward: {format_interval(settings)} (clustered by example)"
-        )
-        console.print(
-            "pass@k: " + ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items())
-        )
-        stops = ", ".join(f"{name} {count}" for name, count in settings["stops"].items())
-        console.print(f"ended by: {stops}; cut at max_tokens: {settings['truncated']}")
+        _print_rewards(console, settings, rollouts)
     if settings["failed"]:
         console.print(f"failed: {settings['failed']} of {len(rollouts)}")
     spent = f" ({settings['dollars']:.4f} dollars)" if "dollars" in settings else ""
@@ -296,6 +273,33 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     if read:
         console.print(f"tokens: {read} read, {written} written{spent}")
     console.print(f"time: {settings['seconds']:.1f} s")
+
+
+def _print_rollout(console: Console, rollout: Rollout) -> None:
+    console.print("--- Example ---")
+    for message in [*rollout.example.prompt, *rollout.messages]:
+        calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
+        said = make_printable(f"{message['role']}: {message.get('content') or ''}{calls}")
+        console.print(escape(said), soft_wrap=True)
+    error = escape(make_printable(rollout.error or ""))
+    console.print(f"error: {error}" if error else f"reward: {rollout.reward:.3f}")
+
+
+def _print_rewards(console: Console, settings: dict[str, Any], rollouts: list[Rollout]) -> None:
+    console.print(f"reward: avg - {settings['reward']:.3f}, std - {settings['reward_std']:.3f}")
+    n = settings["rollouts_per_example"]
+    for k in range(n):
+        row = ["failed" if r.error else f"{r.reward:.3f}" for r in rollouts[k::n]]
+        more = ", …" if len(row) > 10 else ""
+        console.print(f"r{k + 1}: [{', '.join(row[:10])}{more}]", markup=False)
+    for name, value in settings["metrics"].items():
+        error = SIGMAS * settings["metrics_error"][name]
+        console.print(f"{name}: avg - {value:.3f}, 95 % ± {error:.3f}")
+    console.print(f"95 % of the mean reward: {format_interval(settings)} (clustered by example)")
+    rates = ", ".join(f"{k}: {value:.3f}" for k, value in settings["pass_at"].items())
+    console.print(f"pass@k: {rates}")
+    stops = ", ".join(f"{name} {count}" for name, count in settings["stops"].items())
+    console.print(f"ended by: {stops}; cut at max_tokens: {settings['truncated']}")
 
 
 def format_interval(settings: dict[str, Any]) -> str:

@@ -223,33 +223,41 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     sends requests. Raises ValueError with the cause if a component fails.
     """
     kills: deque[float] = deque(maxlen=KILLS)
-    trainers, is_told = [child for child in children if child.is_trainer], False
+    trainers, is_signalled = [child for child in children if child.is_trainer], False
     while True:
-        if preemption.is_asked() and not is_told:
-            is_told = True
+        if preemption.is_asked() and not is_signalled:
+            is_signalled = True
             for child in trainers:
                 child.process.send_signal(signal.SIGUSR1)
-        codes = [child.exit_code() for child in trainers]
-        if preemption.AGAIN in codes and None not in codes:
-            report = read_report(trainers[0].report)
-            message = report.get("preempted", "stopped on request")
-            raise preemption.Preempted(message, report.get("can_resume", False))
+        _raise_if_preempted(trainers)
         for child in children:
             code = child.exit_code()
-            if child in trainers and code == preemption.AGAIN:
+            if code is None or (child.is_trainer and code == preemption.AGAIN):
                 continue
-            if child.is_server and code is not None and (code < 0 or code == BACKEND_LOST):
-                kills.append(time.monotonic())
-                if len(kills) < KILLS or kills[-1] - kills[0] > WITHIN:
-                    log.warning("%s; started again", child.describe_failure())
-                    child.start_process()
-                    continue
-            if code is not None and (code != 0 or child.is_server):
+            if child.is_server and (code < 0 or code == BACKEND_LOST) and _may_restart(kills):
+                log.warning("%s; started again", child.describe_failure())
+                child.start_process()
+            elif code != 0 or child.is_server:
                 raise ValueError(find_first_failure(children, child).describe_failure())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
         if not follower.follow_once() or have_ended:
             return
         time.sleep(0.1)
+
+
+def _raise_if_preempted(trainers: list[Child]) -> None:
+    """Raise Preempted once all trainers have ended and one was preempted."""
+    codes = [child.exit_code() for child in trainers]
+    if preemption.AGAIN in codes and None not in codes:
+        report = read_report(trainers[0].report)
+        message = report.get("preempted", "stopped on request")
+        raise preemption.Preempted(message, report.get("can_resume", False))
+
+
+def _may_restart(kills: deque[float]) -> bool:
+    """Note that a server was killed now; return False after too many within a short time."""
+    kills.append(time.monotonic())
+    return len(kills) < KILLS or kills[-1] - kills[0] > WITHIN
 
 
 def find_first_failure(children: list[Child], found: Child) -> Child:

@@ -22,6 +22,34 @@ def main(argv: list[str]) -> int:
     """Run the ranks and return the first exit code that is not 0, or 0; the other ranks are then
     ended.
     """
+    args = parse_arguments(argv)
+    own = {"HONE_PARENT_PID": str(os.getpid())}
+    words = [sys.executable, "-P", "-m", "hone", *args.words]
+    ranks: list[subprocess.Popen[bytes]] = []
+
+    def forward_signal(number: int, _: object) -> None:
+        for rank in ranks:
+            rank.send_signal(number)
+
+    with preemption.hold_signals():
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, forward_signal)
+        for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
+            ranks.append(
+                subprocess.Popen(words, env=os.environ | given | own, start_new_session=True)
+            )
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = [code for code in codes if code not in (None, 0, preemption.AGAIN)]
+        if None not in codes:
+            return next((_shell_code(code) for code in codes if code), 0)
+        if failed:
+            end_ranks(ranks)
+            return _shell_code(failed[0] or 1)
+        time.sleep(0.1)
+
+
+def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hone.launch.rank_launcher", allow_abbrev=False)
     parser.add_argument("--ranks", type=int, required=True, help="processes here")
     parser.add_argument("--nodes", type=int, default=1, help="nodes of the run (default 1)")
@@ -37,28 +65,11 @@ def main(argv: list[str]) -> int:
     args.node = args.node if args.nodes > 1 else 0
     if args.nodes > 1 and not args.meet:
         parser.error("--meet HOST:PORT: several nodes need an address of the first")
-    own = {"HONE_PARENT_PID": str(os.getpid())}
-    words = [sys.executable, "-P", "-m", "hone", *args.words]
-    ranks: list[subprocess.Popen[bytes]] = []
+    return args
 
-    def hand_on(number: int, _: object) -> None:
-        for rank in ranks:
-            rank.send_signal(number)
 
-    with preemption.hold_signals():
-        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, hand_on)
-        for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
-            ranks.append(
-                subprocess.Popen(words, env=os.environ | given | own, start_new_session=True)
-            )
-    while True:
-        codes = [rank.poll() for rank in ranks]
-        if None not in codes:
-            return next((code if code > 0 else 128 - code for code in codes if code), 0)
-        if any(code not in (None, 0, preemption.AGAIN) for code in codes):
-            break
-        time.sleep(0.1)
+def end_ranks(ranks: list["subprocess.Popen[bytes]"]) -> None:
+    """End the ranks: SIGTERM, some seconds, SIGKILL."""
     for rank in ranks:
         rank.terminate()
     deadline = time.monotonic() + GRACE
@@ -67,14 +78,11 @@ def main(argv: list[str]) -> int:
     for rank in ranks:
         rank.kill()
         rank.wait()
-    return next(
-        (
-            code if code > 0 else 128 - code
-            for code in codes
-            if code not in (None, 0, preemption.AGAIN)
-        ),
-        1,
-    )
+
+
+def _shell_code(code: int) -> int:
+    """Return a Popen exit code as shells report it: 128 + the signal's number."""
+    return code if code > 0 else 128 - code
 
 
 if __name__ == "__main__":

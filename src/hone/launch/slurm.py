@@ -161,14 +161,16 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
             f"--output-dir {directory}: Slurm writes no log below a directory with a backslash in its name"
         )
     config = resolve_config(args, overrides, directory)
+    file, script = (
+        directory / "configs" / f"{args.command}.toml",
+        directory / f"{args.command}.sh",
+    )
     try:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
-        file = directory / "configs" / f"{args.command}.toml"
         # The job has nothing else
         rewrite_file(file, to_toml(config, with_secrets=True), mode=0o600)
         options = sbatch_options(args, gpus, sum(nodes), directory)
-        script = directory / f"{args.command}.sh"
         script.write_text(render_script(args, gpus, nodes, file, options))
         script.chmod(0o755)
     except OSError as error:
@@ -190,30 +192,38 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
                 print(f"sft        node {i + 1}  GPU 0{f' to {gpus - 1}' if gpus > 1 else ''}")
         print(f"\n# {script}\n{script.read_text()}")
         print(f"configuration: {file}")
-        if shutil.which("sbatch"):
-            done = run_slurm_command(["sbatch", "--test-only", *given, str(script)])
-            print("Slurm says:", (done.stderr or done.stdout).strip() or "nothing")
-        else:
-            print("Slurm says: nothing, there is no sbatch here")
+        _print_sbatch_test(script, given)
         return 0
+    _submit_chain(script, given, args.chain, directory / "slurm")
+    return 0
+
+
+def _print_sbatch_test(script: Path, given: list[str]) -> None:
+    if not shutil.which("sbatch"):
+        print("Slurm says: nothing, there is no sbatch here")
+        return
+    done = run_slurm_command(["sbatch", "--test-only", *given, str(script)])
+    print("Slurm says:", (done.stderr or done.stdout).strip() or "nothing")
+
+
+def _submit_chain(script: Path, given: list[str], count: int, directory: Path) -> None:
+    """Submit a script `count` times, each job after the one before. Raises ValueError."""
     if not shutil.which("sbatch"):
         raise ValueError(
             f"there is no sbatch here; {script} is written and can be submitted where there is one"
         )
     before = ""
-    for _ in range(args.chain):
+    for _ in range(count):
         wait = [f"--dependency=afterany:{before}"] if before else []
         done = run_slurm_command(["sbatch", "--parsable", *given, *wait, str(script)])
         if done.returncode:
             raise ValueError(f"sbatch: {done.stderr.strip().removeprefix('sbatch: error: ')}")
         before = done.stdout.strip().split(";")[0]
-        with (directory / "slurm" / "jobs.jsonl").open("a") as known:
-            known.write(
-                json.dumps({"job": before, "submitted": time.strftime("%Y-%m-%d %H:%M:%S")}) + "\n"
-            )
+        row = {"job": before, "submitted": time.strftime("%Y-%m-%d %H:%M:%S")}
+        with (directory / "jobs.jsonl").open("a") as known:
+            known.write(json.dumps(row) + "\n")
         print(f"Submitted job {before}: {script}")
-    print(f"log: {directory / 'slurm' / f'job_{before}.log'}")
-    return 0
+    print(f"log: {directory / f'job_{before}.log'}")
 
 
 def nodes_of(args: argparse.Namespace) -> list[int]:
