@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hone.clients.fleet import Fleet
 from hone.clients.http import HttpClient, connect_clients
 from hone.config.help import to_toml
 from hone.config.rl_config import OrchestratorRunConfig
@@ -56,131 +55,149 @@ async def run_orchestrator(
     environments: dict[str, Environment],
     held_out: dict[str, Environment],
 ) -> None:
-    log = logging.getLogger("hone.orchestrator")
-    limit = {"max_total_tokens": config.seq_len}
-    asked = limit | ({"return_routing": True} if config.return_routing else {})
-    clients = connect_clients(
-        config.client, config.model.name, extra_body=asked, timeout=config.rollout_timeout
-    )
-    weights = Weights(run, config, clients, log)
-    fleet = weights.fleet
-    teacher = (
-        Teacher(config.teacher, config.rollout_timeout, limit, log) if config.teacher else None
-    )
-    counts = token_counter(config.model) if config.max_prompt_tokens else None
-    orchestrator = Orchestrator(
-        config, environments, fleet, config.seed, config.max_async_level, teacher, counts
-    )
-    if teacher is not None:
-        await teacher.check_servers()
-    await wait_for_servers(config, clients, log)
-    version = await weights.join_trainer()
-    if version is None:
-        log.info(
-            "The run in %s is over, after step %d: nothing is left to sample",
-            run.path,
-            run.ended_at(),
+    """Join the trainer's run and orchestrate its steps to the end."""
+    program = OrchestratorProgram(config, run, environments, held_out)
+    try:
+        first = await program.join_run()
+        if first is not None:
+            await program.run(first)
+    finally:
+        await program.close()
+
+
+class OrchestratorProgram:
+    """An orchestrator with its servers, environments, teacher and weight updates."""
+
+    def __init__(
+        self,
+        config: OrchestratorRunConfig,
+        run: RunDirectory,
+        environments: dict[str, Environment],
+        held_out: dict[str, Environment],
+    ) -> None:
+        self.config, self.dir, self.held_out = config, run, held_out
+        self.log = log = logging.getLogger("hone.orchestrator")
+        limit = {"max_total_tokens": config.seq_len}
+        extra_body = limit | ({"return_routing": True} if config.return_routing else {})
+        self.clients = connect_clients(
+            config.client, config.model.name, extra_body=extra_body, timeout=config.rollout_timeout
         )
-        await close_all(orchestrator, held_out, fleet)
-        return
-    # What an orchestrator before this one has published of the run is not sampled again.
-    first = max([version, *steps_in(run.rollouts)]) + 1
-    orchestrator.go_on(first, progress_before(run, first), run.rollouts)
-    component_log("orchestrator", run.logs)
-    run.write_config(to_toml(config), "orchestrator")
-    log.info(
-        "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
-        first,
-        config.max_steps,
-        orchestrator.count,
-        ", ".join(environments),
-        ", ".join(config.client.base_url),
-    )
-    with (
-        Metrics(run.metrics, config) as metrics,
-        Pulse(run.pulse_file("orchestrator")),
-        Watch({"trainer": run.pulse_file("trainer")}, log),
-    ):
-        events = EventList(metrics, RolloutLines(config, config.log_samples))
-        rows = MetricsRows(events, run)
-        assert weights.current is not None
-        rows.write_trained(weights.version, weights.current.metrics)  # if it was killed before that
+        self.weights = Weights(run, config, self.clients, log)
+        self.fleet = self.weights.fleet
+        self.teacher = None
+        if config.teacher:
+            self.teacher = Teacher(config.teacher, config.rollout_timeout, limit, log)
+        self.orchestrator = Orchestrator(
+            config,
+            environments,
+            self.fleet,
+            config.seed,
+            config.max_async_level,
+            self.teacher,
+            token_counter(config.model) if config.max_prompt_tokens else None,
+        )
+        self.lag = Lag(log)
 
-        async def evaluate_version(version: int) -> None:
-            if config.eval is not None and weights.is_evaluated(version):
-                values = await evaluate_environments(
-                    config.eval, held_out, fleet.urgent, config.seed
+    async def join_run(self) -> int | None:
+        """Wait for servers and trainer; return the first step to sample, None if the run is over."""
+        config, run = self.config, self.dir
+        if self.teacher is not None:
+            await self.teacher.check_servers()
+        await wait_for_servers(config, self.clients, self.log)
+        version = await self.weights.join_trainer()
+        if version is None:
+            self.log.info(
+                "The run in %s is over, after step %d: nothing is left to sample",
+                run.path,
+                run.ended_at(),
+            )
+            return None
+        # Steps that an earlier orchestrator of this run has published are not sampled again.
+        first = max([version, *steps_in(run.rollouts)]) + 1
+        self.orchestrator.go_on(first, progress_before(run, first), run.rollouts)
+        component_log("orchestrator", run.logs)
+        run.write_config(to_toml(config), "orchestrator")
+        self.log.info(
+            "Orchestrating steps %d to %d on %d examples of %s, sampled by %s",
+            first,
+            config.max_steps,
+            self.orchestrator.count,
+            ", ".join(self.orchestrator.environments),
+            ", ".join(config.client.base_url),
+        )
+        return first
+
+    async def run(self, first: int) -> None:
+        """Take the steps from `first` on, while weights and servers are watched."""
+        config, run, weights = self.config, self.dir, self.weights
+        with (
+            Metrics(run.metrics, config) as metrics,
+            Pulse(run.pulse_file("orchestrator")),
+            Watch({"trainer": run.pulse_file("trainer")}, self.log),
+        ):
+            self.events = EventList(metrics, RolloutLines(config, config.log_samples))
+            rows = MetricsRows(self.events, run)
+            assert weights.current is not None
+            # An earlier orchestrator may have been killed before it wrote this row.
+            rows.write_trained(weights.version, weights.current.metrics)
+            gc.freeze()  # data sets and modules stay; collecting them would block the event loop
+            background = [
+                weights.watch_deliveries(rows, self.orchestrator.on_adopted, self.evaluate_version),
+                self.fleet.watch_servers(),
+                self.lag.watch_loop(),
+            ]
+            if self.teacher is not None:
+                background.append(self.teacher.fleet.watch_servers())
+            steps = asyncio.create_task(self.run_steps(first))
+            watching = list(map(asyncio.create_task, background))
+            try:
+                await asyncio.wait(
+                    {steps, *watching, self.fleet.ended}, return_when=asyncio.FIRST_COMPLETED
                 )
-                events.on_evaluation(version, values, True)
+                for ended in (*watching, self.fleet.ended):
+                    if ended.done():
+                        await ended  # raises what ended it
+                await steps
+            finally:
+                tasks = (steps, *watching)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
-        async def whole_run() -> None:
-            if first == 1:
-                async with weights.busy:
-                    await evaluate_version(0)
-            orchestrator.on_adopted(weights.version)
-            await run_steps(config, run, orchestrator, weights, events, lag, first)
-
-        lag = Lag(log)
-        gc.freeze()  # data sets and modules stay; going through them would hold the event loop up
-        working = asyncio.create_task(whole_run())
-        watching = [
-            asyncio.create_task(work)
-            for work in (
-                weights.watch_deliveries(rows, orchestrator.on_adopted, evaluate_version),
-                fleet.watch_servers(),
-                lag.watch_loop(),
+    async def evaluate_version(self, version: int) -> None:
+        config = self.config
+        if config.eval is not None and self.weights.is_evaluated(version):
+            values = await evaluate_environments(
+                config.eval, self.held_out, self.fleet.urgent, config.seed
             )
-        ]
-        if teacher is not None:
-            watching.append(asyncio.create_task(teacher.fleet.watch_servers()))
-        try:
-            await asyncio.wait(
-                {working, *watching, fleet.ended}, return_when=asyncio.FIRST_COMPLETED
-            )
-            for ended in (*watching, fleet.ended):
-                if ended.done():
-                    await ended  # raises what ended it
-            await working
-        finally:
-            tasks = (working, *watching)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await close_all(orchestrator, held_out, fleet)
+            self.events.on_evaluation(version, values, True)
 
+    async def run_steps(self, first: int) -> None:
+        config, weights = self.config, self.weights
+        if first == 1:
+            async with weights.busy:
+                await self.evaluate_version(0)
+        self.orchestrator.on_adopted(weights.version)
+        for step in range(first, config.max_steps + 1):
+            start = time.perf_counter()
+            await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
+            waited = time.perf_counter() - start
+            collected = await self.orchestrator.collect_step(step, config.max_steps)
+            times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
+            values = {**collected.measure(), **times, **self.lag.take_metrics()}
+            values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
+            self.events.on_rollouts(step, values, partial(tracker_rows, step, collected.groups))
+            await weights.proven.wait()
+            await asyncio.to_thread(publish_step, collected, values, self.dir)
+        await weights.at_least(config.max_steps)
+        async with weights.busy:  # with the evaluation of the last version
+            pass
 
-async def close_all(
-    orchestrator: Orchestrator, held_out: dict[str, Environment], fleet: Fleet
-) -> None:
-    await orchestrator.close()
-    for environment in held_out.values():
-        await environment.close()
-    await fleet.close()
-
-
-async def run_steps(
-    config: OrchestratorRunConfig,
-    run: RunDirectory,
-    orchestrator: Orchestrator,
-    weights: Weights,
-    events: Events,
-    lag: Lag,
-    first: int,
-) -> None:
-    for step in range(first, config.max_steps + 1):
-        start = time.perf_counter()
-        await weights.at_least(max(step - 1 - config.max_async_level, first - 1))
-        waited = time.perf_counter() - start
-        collected = await orchestrator.collect_step(step, config.max_steps)
-        times = {"time/wait_for_weights": waited, "time/step": time.perf_counter() - start}
-        values = {**collected.measure(), **times, **lag.take_metrics()}
-        values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
-        events.on_rollouts(step, values, partial(tracker_rows, step, collected.groups))
-        await weights.proven.wait()
-        await asyncio.to_thread(publish_step, collected, values, run)
-    await weights.at_least(config.max_steps)
-    async with weights.busy:  # with the evaluation of the last
-        pass
+    async def close(self) -> None:
+        await self.orchestrator.close()
+        for environment in self.held_out.values():
+            await environment.close()
+        await self.fleet.close()
 
 
 def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
