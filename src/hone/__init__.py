@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["RLConfig", "RLTrainer"]
-STARTED = time.perf_counter()  # for "ready after … s", imports included
+STARTED = time.perf_counter()  # start of the process, imports included
 _PLACES = {
     "RLConfig": ("hone.config.vf_rl_config", "RLTrainerArgs"),
     "RLTrainer": ("hone.launch.rl_trainer", "RLTrainer"),

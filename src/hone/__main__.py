@@ -2,7 +2,7 @@
 
 import sys
 
-# Python -m puts the working directory first, whose numpy.py would be imported
+# `python -m` puts the working directory first, so that its numpy.py would be imported.
 if not sys.flags.safe_path:
     del sys.path[0]
 

@@ -19,7 +19,7 @@ from hone.config.command_table import COMMANDS, import_object
 from hone.process_report import claim_report_file, write_report
 from hone.text.printable import make_printable
 
-OTHERS = {  # subcommands with arguments of their own kind
+OTHERS = {  # subcommands with their own arguments
     "dashboard": "hone.dashboard.dashboard_commands:run_dashboard",
     "doctor": "hone.dashboard.dashboard_commands:run_doctor",
     "plot": "hone.dashboard.dashboard_commands:run_plot",
@@ -28,7 +28,7 @@ OTHERS = {  # subcommands with arguments of their own kind
     "slurm": "hone.launch.slurm:main",
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
-# Without arguments they say what is missing, or need none
+# These run without arguments or say what is missing.
 LOOKERS = ("dashboard", "doctor", "plot")
 
 
@@ -45,7 +45,7 @@ def vf_eval() -> None:
     from hone.evals.vf_eval import main
 
     machine.prepare_environment()
-    # Ends what it has started, too
+    # Exit through `finally` blocks, which end child processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _exit_process(_guard_command("vf-eval", lambda: main(sys.argv[1:])))
 
@@ -140,13 +140,14 @@ def _run_command(command: str, argv: list[str]) -> int:
             try:
                 main(config)
             except SystemExit as error:
-                if error.code:  # ours, of a signal
+                if error.code:  # set by our signal handlers
                     raise
                 raise ValueError(
                     "something that the run called ended the process (exit()), perhaps a task of an environment"
                 ) from error
             except Exception as error:
-                if type(error).__name__ != "OutOfMemoryError":  # torch's
+                # Torch's class, without importing torch.
+                if type(error).__name__ != "OutOfMemoryError":
                     raise
                 raise ValueError(_out_of_memory(error, config)) from error
 
@@ -176,7 +177,7 @@ def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
 
         for line in format_placement(config, len(machine.usable_gpus())):
             print(f"# {line}")
-    if hasattr(config, "clean"):  # it would make a run
+    if hasattr(config, "clean"):  # commands that make a run
         run = RunDirectory(config.output_dir, "sft" if command == "sft" else "rl", config.layout)
         if run.earlier_run():
             print(f"# not written: {run.path} holds an earlier {run.command} run")
@@ -202,7 +203,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
         return preemption.INTERRUPTED
-    except BrokenPipeError:  # `… | head`: nobody reads any more
+    except BrokenPipeError:  # `… | head`: the reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except UserError as error:
@@ -253,7 +254,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 def _exit_process(code: int) -> None:
     preemption.ignore_from_now_on()
     sys.stdout.flush()
-    # Threads of torch may abort one of several ranks on the long way
+    # torch's threads may abort one of several ranks during normal shutdown.
     if os.environ.get("WORLD_SIZE", "1") != "1":
         import logging
 

@@ -15,11 +15,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024  # of a request line and its headers
 HEAD_SECONDS = (
-    15.0  # from a connection, or the first byte of a request, until the headers are whole
+    15.0  # from the connection or the first byte of a request until its headers are complete
 )
 MOST_CONNECTIONS = 8192
-FILES_APART = 128  # descriptors that are left to files, devices and other sockets
-HEALTH_RESERVE = 16  # connections beyond the most, which are answered on /health alone
+FILES_APART = 128  # descriptors reserved for files, devices and other sockets
+HEALTH_RESERVE = 16  # further connections that are only answered on /health
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
@@ -135,7 +135,7 @@ class BoundedHttp(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > HEAD_BYTES:
             self._close_with(TOO_LARGE)
-            raise ValueError("headers are too large")  # what follows is not read
+            raise ValueError("headers are too large")  # the rest is not read
         if self._is_surplus and self.url != b"/health":
             self._close_with(b"")
             raise ValueError("there are too many connections")
@@ -149,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_response_complete()
         if not self.transport.is_closing():
             self.shared.waiting[self] = (
-                None  # may make room for another: uvicorn closes it after some seconds anyway
+                None  # replaceable by new connections: uvicorn closes it after some seconds anyway
             )
 
 

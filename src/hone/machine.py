@@ -17,16 +17,15 @@ import threading
 import time
 from pathlib import Path
 
-GPUS_VARIABLE = (
-    "HONE_GPUS"  # numbers, among those of its node, that a launcher gives to a process there
-)
-CORES_VARIABLE = "HONE_CORES"  # number of cores of a run, of which each of its processes has some
-SILENCE = 15.0  # seconds without a sign of life after which a process is called silent, on a machine of usual speed
-# Seconds that imports take there; how much longer deadlines get at most
+GPUS_VARIABLE = "HONE_GPUS"  # GPU indices on its node, which a launcher assigns to a process
+CORES_VARIABLE = "HONE_CORES"  # number of cores that the processes of a run share
+# Seconds of silence after which a process counts as silent, on a machine of usual speed.
+SILENCE = 15.0
+# Seconds that imports usually take; the largest factor for deadlines.
 USUAL_START, SLOWEST = (3.0, 3.0)
-YOUNG = 20_000  # objects that are made between two looks
+YOUNG = 20_000  # allocations between two runs of the young generation's collection
 _slowness = 1.0
-# What keeps torch, its MKL and oneDNN, and numba to AVX2 on a processor that has more.
+# Variables that restrict torch, MKL, oneDNN and numba to AVX2.
 TO_AVX2 = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -36,9 +35,9 @@ TO_AVX2 = {
 }
 
 
-# A thread that waits looks so often whether it is needed, some 20 to 50 us long, and then sleeps. libgomp's own 300,000
-# looks take milliseconds, in which a thread that has nothing to do keeps a core from one that has: `Neighbours` sees to
-# that, where the kernel tells how long threads waited for a core.
+# A waiting thread spins this many times, 20 to 50 us, then sleeps. libgomp's default of 300,000
+# takes milliseconds, in which an idle thread keeps a core from a busy one. `Neighbours` adjusts
+# this where the kernel reports how long threads waited for a core.
 _LOOKS = "1000"
 _TASKS = Path("/proc/self/task")
 
@@ -56,7 +55,7 @@ def prepare_environment() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         if not _can_switch(usable_cores()):
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
-        os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same of LLVM's OpenMP, in ms (macOS)
+        os.environ.setdefault("KMP_BLOCKTIME", "0")  # the same for LLVM's OpenMP, in ms (macOS)
     os.environ.setdefault("OMP_NUM_THREADS", str(usable_cores()))
     keep_to_isa()
     if wanted := os.environ.pop(GPUS_VARIABLE, ""):
@@ -142,7 +141,7 @@ def usable_gpus() -> list[str]:
 def usable_memory(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes that processes here may use: the machine's, or the control group's limit."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # version 2, 1
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup version 2, 1
         try:
             said = (root / name).read_text().strip()
         except OSError:
@@ -185,7 +184,7 @@ class Neighbours(threading.Thread):
     once, and then waits, is the switch.
     """
 
-    # Seconds; shares of the time that threads wanted a core and had none
+    # Seconds; shares of the time that threads waited for a core.
     EVERY, BUSY, FREE = (0.5, 0.1, 0.03)
 
     def __init__(self) -> None:
@@ -224,7 +223,7 @@ class Neighbours(threading.Thread):
         computed = waited = 0
         try:
             tasks = os.listdir(_TASKS)
-        except OSError:  # too many files are open; there will be fewer
+        except OSError:  # too many open files, temporarily
             return self.before
         for task in tasks:
             with contextlib.suppress(OSError, ValueError):  # it has ended
@@ -246,7 +245,7 @@ def _is_torch_computing() -> bool:
 def _spare_cores(end: threading.Event) -> None:
     import torch
 
-    torch.ones(2**17).add_(1.0)  # enough for torch to give the thread others to compute with
+    torch.ones(2**17).add_(1.0)  # large enough for torch to use several threads
     end.wait()
 
 

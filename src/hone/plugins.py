@@ -21,7 +21,7 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
     Raises ValueError with the configuration `key` that names it.
     """
-    if os.getcwd() not in sys.path:  # a console script has its own directory there instead
+    if os.getcwd() not in sys.path:  # a console script has its own directory there
         sys.path.append(os.getcwd())
     try:
         with CONTAINED:
@@ -60,7 +60,7 @@ def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> 
         try:
             with CONTAINED:
                 return function(*args, **keywords)
-        except Exception as error:  # a user's function may raise anything
+        except Exception as error:  # users' code may raise anything
             at = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
             what = f"{type(error).__name__}: {error}"
             raise ValueError(

@@ -15,9 +15,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-AGAIN = 85  # exit code of a run that has left
+AGAIN = 85  # exit code of a preempted run
 INTERRUPTED = 130  # … because of Ctrl-C
-LAST_SECONDS = 10.0  # in which a process whose parent is gone may end what it has started
+LAST_SECONDS = 10.0  # in which an orphaned process may end what it has started
 _asked, _interrupts, _takes_steps = False, 0, False
 
 
@@ -37,7 +37,7 @@ def listen_for_signals() -> None:
 
 def listen_to_ctrl_c() -> None:
     """Let the first Ctrl-C stop a run after its step. Call on the main thread."""
-    # Not in a job that ignores it
+    # Not in a job that ignores it.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _on_interrupt)
 
@@ -103,11 +103,11 @@ def end_with_parent() -> None:
     def watch_parent() -> None:
         while os.getppid() == parent if is_direct else is_alive(parent):
             time.sleep(0.5)
-        # It has something to end, perhaps a process that stands still
+        # It has children to end, perhaps one that hangs.
         if callable(signal.getsignal(signal.SIGTERM)):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(LAST_SECONDS)
-        if os.getpgrp() == os.getpid():  # with all that was started from here
+        if os.getpgrp() == os.getpid():  # with all its children
             os.killpg(0, signal.SIGKILL)
         os._exit(1)
 

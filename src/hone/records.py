@@ -44,7 +44,7 @@ class Example:
     prompt: list[Message]
     answer: Any = ""
     info: dict[str, Any] = field(default_factory=dict)
-    task: str = ""  # the name of its environment among those of a group
+    task: str = ""  # name of its environment in a group
 
     def copy(self) -> "Example":
         """Return a copy whose data a rollout may change."""
@@ -75,20 +75,18 @@ class Sampling:
 
     temperature: float = 1.0
     max_tokens: int = 128
-    seed: int = 0  # the draws of a request depend on its seed and nothing else
+    seed: int = 0  # draws depend on this seed alone
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     min_p: float = 0.0
-    repetition_penalty: float = (
-        1.0  # divides positive logits of tokens of the prompt and of the completion
-    )
-    presence_penalty: float = 0.0  # taken off the logits of tokens of the completion
-    frequency_penalty: float = 0.0  # … as often as they are in it
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or completion
+    presence_penalty: float = 0.0  # subtracted from logits of tokens in the completion
+    frequency_penalty: float = 0.0  # … per occurrence
     logit_bias: tuple[tuple[int, float], ...] = ()
-    min_tokens: int = 0  # stop tokens are not drawn before
+    min_tokens: int = 0  # stop tokens are not drawn earlier
     ignore_eos: bool = False  # stop tokens do not stop
     raw_logprobs: bool = False  # logprobs at temperature 1
-    top_logprobs: int = 0  # the likeliest tokens at each place, with their logprobs
+    top_logprobs: int = 0  # number of likeliest tokens per position
 
     @functools.cached_property
     def is_filtered(self) -> bool:
@@ -140,9 +138,9 @@ class GenerateRequest:
     sampling: Sampling
     stop_ids: frozenset[int]
     ends: Callable[[list[int]], int | None] | None = None
-    timeout: float | None = None  # seconds from being taken until it ends with what it has
-    adapter: str | None = None  # name of a LoRA adapter that the engine has
-    name: str = ""  # by which its progress is asked for
+    timeout: float | None = None  # seconds until it ends with the tokens it has
+    adapter: str | None = None  # name of a loaded LoRA adapter
+    name: str = ""  # name for progress reports
     allows: Callable[[list[int]], Any] | None = None
 
 
@@ -200,15 +198,15 @@ class Rollout:
 
     example: Example
     turns: list[Turn]
-    messages: list[Message]  # what the environment and the model said after the prompt
+    messages: list[Message]  # messages after the prompt, of environment and model
     reward: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
-    stop: str = ""  # the condition that ended it, as in max_turns_reached
-    # Seconds: of the model, the environment, scoring
+    stop: str = ""  # condition that ended it, such as max_turns_reached
+    # Seconds of the model, the environment and scoring.
     timings: dict[str, float] = field(default_factory=dict)
-    # What its environment kept for reward functions
+    # State kept for reward functions.
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -227,13 +225,12 @@ class Sample:
     logprobs: "NDArray[np.float64]"  # of the sampler, 0.0 where mask is False
     advantage: float
     temperature: float
-    teacher_logprobs: "NDArray[np.float64] | None" = (
-        None  # for distillation: a teacher's, of the same tokens
-    )
-    env: str = ""  # by its name: an environment may have a loss of its own
-    routing: Any = None  # int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where they are not known
-    group: int = -1  # the number of its group
-    member: int = 0  # which of the group's rollouts it is from
+    teacher_logprobs: "NDArray[np.float64] | None" = None  # a teacher's logprobs, for distillation
+    env: str = ""  # environment's name, which may select a loss
+    # Int16, (tokens - 1) x R: the sampler's experts in all blocks, -1 where unknown.
+    routing: Any = None
+    group: int = -1  # number of its group
+    member: int = 0  # index of its rollout in the group
 
     def __post_init__(self) -> None:
         import numpy as np

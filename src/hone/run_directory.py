@@ -22,14 +22,14 @@ from typing import Any
 
 from hone.config.sections import Layout
 
-# What a command reports in one message; anything else is a bug of ours
+# Errors reported in one message; any other is a bug.
 UserError = (ValueError, ConnectionError)
 
 
 class RunDirectory:
     def __init__(self, path: Path, command: str, layout: Layout = "hone") -> None:
         self.path, self.command, self.layout = path, command, layout
-        self.id = ""  # of the run that this process takes part in
+        self.id = ""  # id of the run that this process takes part in
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
         self.configs = path / "configs"
@@ -119,7 +119,7 @@ class RunDirectory:
                 "Removing the earlier %s run in %s (clean)", self.command, self.path
             )
             self._remove_contents()
-        if self.command == "rl":  # the version that this run starts from is published anew
+        if self.command == "rl":  # the starting version is published anew
             shutil.rmtree(self.broadcasts, ignore_errors=True)
         manifest = {
             "command": self.command,
@@ -143,7 +143,7 @@ class RunDirectory:
     def write_config(self, toml: str, name: str | None = None) -> Path:
         self.configs.mkdir(parents=True, exist_ok=True)
         file = self.configs / f"{name or self.command}.toml"
-        # A component that has just been started may be reading it
+        # A component that has just started may be reading it.
         rewrite_file(file, toml, mode=0o600)
         return file
 
@@ -196,7 +196,8 @@ def appearing_directory(directory: Path) -> Iterator[Path]:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     yield partial
-    readable = partial.stat().st_mode & 0o666  # safetensors writes files that nobody else may read
+    # Safetensors writes files that only their owner can read.
+    readable = partial.stat().st_mode & 0o666
     for where, _, names in os.walk(partial):
         for name in names:
             os.chmod(os.path.join(where, name), readable)
@@ -242,9 +243,9 @@ class Steps:
     def __init__(self, parent: Path) -> None:
         self.parent = parent
         self._numbers: list[int] = []
-        self._changed: int | None = None  # when it was, by its file system
+        self._changed: int | None = None  # time of the last change, by the file system
         self._since = self._read = (
-            0.0  # when that was first seen, and when it was read, by time.monotonic
+            0.0  # when that was first seen, and the last listing, by time.monotonic
         )
 
     def list_numbers(self) -> list[int]:

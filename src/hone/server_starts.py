@@ -13,7 +13,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows: clients there see only servers that listen
+except ImportError:  # Windows: clients there only see servers that listen
     fcntl = None  # type: ignore[assignment]
 
 
@@ -28,7 +28,7 @@ def announce_start(port: int) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
             path = _lock_path(port)
-            with contextlib.suppress(OSError):  # a sign for others; the server works without it
+            with contextlib.suppress(OSError):  # a hint for clients; the server works without it
                 file = stack.enter_context(path.open("w"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 stack.callback(path.unlink, missing_ok=True)

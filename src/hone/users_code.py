@@ -36,5 +36,5 @@ class _Contained:
             raise ExitInUserCode(f"it raised {type(error).__name__}: {error}") from error
 
 
-# Use as `with CONTAINED:`; thousands of rewards a second are computed in it
+# Reused as `with CONTAINED:`, since thousands of rewards per second are computed in it.
 CONTAINED = _Contained()

@@ -17,8 +17,8 @@ from hone.text.printable import make_printable
 from hone.text.tokenizer import Tokenizer
 from hone.users_code import CONTAINED
 
-KNOWN = 0.8  # a mean reward from which on a task is known rather than out of reach
-SLOW = 0.05  # seconds of scoring, during which everything else waits
+KNOWN = 0.8  # mean reward from which a task counts as solved
+SLOW = 0.05  # seconds of scoring that block everything else
 
 
 class FixedAnswer:

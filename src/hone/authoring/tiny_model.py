@@ -30,7 +30,7 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 SHORT_FIRST, SHORT_LAST = re.compile(r"^\W*\b\w{1,2}\b"), re.compile(r"\b\w{1,2}\W*$")
 SHORTEST = 4  # characters of a phrase
-PAIRS = 60  # of conversations that are compared
+PAIRS = 60  # conversations that are compared
 
 
 def spoken_text(message: Message) -> str:

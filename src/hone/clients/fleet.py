@@ -27,7 +27,7 @@ from hone.transport.deadlines import Wait
 
 T = TypeVar("T")
 LOOK = 2.0  # seconds between looks at a server
-RESERVE = 16  # rollouts (or an eighth of those running, if more) queued at a server so that it is never idle
+RESERVE = 16  # rollouts (or an eighth of those running, if more) queued at a server to keep it busy
 
 
 class _Asked(NamedTuple):
@@ -41,14 +41,15 @@ class _Asked(NamedTuple):
 class _Run:
     """Rollouts of one prompt with consecutive seeds, requested together."""
 
-    place: tuple[int, int]  # in the queue: urgent or not, then in the order of arrival
+    place: tuple[int, int]  # place in the queue: urgent or not, then order of arrival
     prompt: Prompt = field(compare=False)
-    sampling: Sampling = field(compare=False)  # of the first
+    sampling: Sampling = field(compare=False)  # of the first rollout
     futures: list[asyncio.Future[Turn]] = field(compare=False, default_factory=list)
-    name: str = field(compare=False, default="")  # of the request that is under way
+    name: str = field(compare=False, default="")  # name of the request in flight
     # Weights version of the server when the request was sent
     version: int = field(compare=False, default=-1)
-    so_far: list[Completion] = field(compare=False, default_factory=list)  # of each, as last heard
+    # Tokens of each as last reported.
+    so_far: list[Completion] = field(compare=False, default_factory=list)
     # How many tokens of each were sent with the request
     begun: list[int] = field(compare=False, default_factory=list)
 
@@ -65,9 +66,9 @@ class Server:
     def __init__(self, client: HttpClient) -> None:
         self.client = client
         self.busy, self.version, self.is_up = 0, -1, True
-        self.limit = math.inf  # rollouts that it is asked for at a time
-        self.runs: dict[str, _Run] = {}  # that it is at
-        self.why = ""  # it was lost
+        self.limit = math.inf  # rollouts sent to the server at once
+        self.runs: dict[str, _Run] = {}  # requests in flight there
+        self.why = ""  # why it was lost
         self._at_work: set[asyncio.Task[Any]] = set()
 
     def has_room_for(self, count: int) -> bool:
@@ -139,7 +140,7 @@ class Fleet:
         self._queue: list[_Run] = []
         self._numbers = itertools.count()
         self._tasks: set[asyncio.Task[None]] = set()
-        # Raises when no server is left
+        # Raises if no server is left.
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
@@ -258,7 +259,7 @@ class Fleet:
 
         def cancel_if_over(_: object) -> None:
             if run.is_over:
-                asking.cancel()  # the server sees that nobody waits
+                asking.cancel()  # the server sees the disconnect
 
         for future in run.futures:
             future.add_done_callback(cancel_if_over)
@@ -295,7 +296,7 @@ class Fleet:
             )
         except ServerLost as error:
             self.report_lost(server, str(error))
-        except RuntimeError:  # another kind of server, which has no such route
+        except RuntimeError:  # another kind of server, without this route
             return
         self._dispatch_runs()
 
@@ -309,14 +310,14 @@ class Fleet:
                         server.version = await self.revive(server.client)
                         break
                     except ServerLost:
-                        pass  # gone once more
+                        pass  # lost again
                 wait.is_check_due()
                 await asyncio.sleep(0.2)
         except ConnectionError as error:
             self.log.warning("%s", error)
             if not self.live_servers and not self.ended.done():
                 self.ended.set_exception(error)
-                self._dispatch_runs()  # who waits for an answer learns of it
+                self._dispatch_runs()  # waiters get the error
             return
         server.is_up, server.limit = True, math.inf
         self.log.info(

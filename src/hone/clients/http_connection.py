@@ -20,10 +20,9 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 from hone.config.sections import LOOPBACK
 
-NEXT_ADDRESS = (
-    0.25  # seconds until another address of a host is tried beside one that does not answer
-)
-IDLE = 5.0  # seconds that a connection is kept without a request, as in httpx: servers close theirs at some time
+NEXT_ADDRESS = 0.25  # seconds until the next address of a host is tried
+# Seconds that an idle connection is kept, as in httpx; servers close theirs sooner or later.
+IDLE = 5.0
 Place = tuple[str, str, int]  # scheme, host, port
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
@@ -92,7 +91,7 @@ class Wire(httpx.AsyncBaseTransport):
     async def _open_connection(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
         loop, options = asyncio.get_running_loop(), dict[str, Any]()
-        # Uvloop's is none, and tries one address after the other
+        # uvloop does not try several addresses concurrently.
         if isinstance(loop, asyncio.BaseEventLoop):
             options["happy_eyeballs_delay"] = NEXT_ADDRESS
         if scheme == "https":
@@ -129,7 +128,8 @@ class _Connection(asyncio.Protocol):
     _answer: asyncio.Future[Answer] | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+        # Uvloop's transport is not a subclass.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def ask(self, data: bytes) -> asyncio.Future[Answer]:
         self._parser = HttpResponseParser(self)
@@ -180,7 +180,7 @@ class _Connection(asyncio.Protocol):
             and error is None
             and not named & {b"content-length", b"transfer-encoding"}
         ):
-            self.on_message_complete()  # its end is that of the connection
+            self.on_message_complete()  # the body ends with the connection
         else:
             self._fail_pending("the server closed the connection before its answer was whole")
 
@@ -193,15 +193,15 @@ class _Connection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._headers, self._body = [], []
-        if self._pending_answer is None:  # a second answer
+        if self._pending_answer is None:  # an unexpected second answer
             self.close()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._has_head:  # what comes after the body is left out
+        if not self._has_head:  # data after the body is ignored
             self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
-        # Else the answer comes after this one
+        # Otherwise the real answer follows an informational one.
         self._has_head = self._parser.get_status_code() >= 200
 
     def on_body(self, body: bytes) -> None:

@@ -25,8 +25,8 @@ from hone.config.secrets import redact_secrets, restore_secrets
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
 FREE = "may be changed when a run goes on"
-# Marks a key, or a section with all that is in it, whose value leaves what is learnt as it is: `--resume` takes a
-# changed one. What is not marked has to stay.
+# Marks a key, or a section with all its keys, that does not affect training, so that `--resume`
+# accepts a change. Unmarked keys must stay the same.
 Free = Annotated[T, FREE]
 COMMAND_LINE = "the command line"
 
@@ -46,7 +46,7 @@ def expand_home(value: Any) -> Any:
         return value
     try:
         expanded = Path(value).expanduser()
-    except RuntimeError as error:  # ~somebody, whom the machine does not know
+    except RuntimeError as error:  # an unknown user's home
         raise ValueError(f"{value}: {error}") from None
     return str(expanded) if is_text else expanded
 
@@ -56,7 +56,7 @@ class Config(BaseModel):
     documents it.
     """
 
-    # That help where memory is short
+    # Keys that reduce memory.
     MEMORY_KEYS: ClassVar[str] = (
         "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, optim.state_dtype, "
         "optim.offload, lora.rank, seq_len, max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
@@ -224,12 +224,12 @@ def _merge_file(
     free: dict[str, bool],
 ) -> None:
     try:
-        # Editors on Windows begin with a mark
+        # Windows editors write a byte order mark.
         content = tomllib.loads(Path(name).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         folder = Path(name).parent
         nearby = sorted(p.name for p in folder.glob("*.toml")) if folder.is_dir() else []
-        stems = {Path(one).stem: one for one in nearby}  # endings are alike anyway
+        stems = {Path(one).stem: one for one in nearby}  # file endings are equal anyway
         near = [
             stems[one] for one in difflib.get_close_matches(Path(name).stem, stems, n=1, cutoff=0.6)
         ]

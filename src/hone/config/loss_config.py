@@ -8,8 +8,8 @@ from pydantic import Field, model_validator
 from hone.config.base import Config
 from hone.config.sections import Arguments, Positive, named_or_own
 
-# What a loss may ask of the trainer: all tokens of a sequence in one call, entropies with a gradient, the logprobs of
-# the model that training started from, and a teacher's.
+# Inputs that a loss may need: whole sequences in one call, entropies with a gradient, logprobs of
+# the initial model, and a teacher's.
 Need = Literal["whole_sequences", "entropy", "reference", "teacher"]
 
 
@@ -31,7 +31,7 @@ KINDS = {
     "sft": Kind(frozenset()),
     "opd": Kind(BOUNDS, frozenset({"teacher"})),
 }
-OWN = Kind(frozenset({"args", "ratio_type"}))  # its function says what else it needs
+OWN = Kind(frozenset({"args", "ratio_type"}))  # the function declares its own needs
 
 
 class LossConfig(Config):

@@ -75,5 +75,5 @@ def restore_secrets(values: dict[str, Any]) -> None:
             for part in path[:-1]:
                 place = place[part]
             place[path[-1]] = secret
-        except (KeyError, IndexError, TypeError):  # of another component
+        except (KeyError, IndexError, TypeError):  # belongs to another component
             continue

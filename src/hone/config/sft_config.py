@@ -19,7 +19,7 @@ from hone.config.sections import (
     as_list,
 )
 
-UNKNOWN_ROW_TOKENS = 1024  # of a row whose length follows from data that was not read
+UNKNOWN_ROW_TOKENS = 1024  # row length while the data has not been read
 Role = Literal["system", "user", "assistant", "tool"]
 
 

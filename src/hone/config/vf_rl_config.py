@@ -27,7 +27,7 @@ from hone.config.sections import (
     true_or_false,
 )
 
-REASONS = {  # keys that verifiers or transformers know, and why they are none here
+REASONS = {  # keys of verifiers or transformers that are not supported here, with the reason
     "mask_env_responses": "what the environment says is never trained on",
     "per_device_train_batch_size": "it is micro_batch_size",
     "gradient_accumulation_steps": "it follows: batch_size / (micro_batch_size x gpus)",
@@ -49,7 +49,7 @@ REASONS = {  # keys that verifiers or transformers know, and why they are none h
     "remove_unused_columns": "columns are what the environment makes of them",
     "shuffle_dataset": "examples come in a new order in each epoch",
 }
-HARMLESS: dict[str, tuple[Any, ...]] = {  # values of such keys that ask for what is done anyway
+HARMLESS: dict[str, tuple[Any, ...]] = {  # values of such keys that ask for the default behaviour
     "mask_env_responses": (True,),
     "save_only_model": (True,),
     "remove_unused_columns": (False,),
@@ -63,7 +63,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {  # values of such keys that ask for wha
 }
 
 
-WORDS = {  # of messages of `rl`: its keys, and those of a file for vf-rl
+WORDS = {  # keys in messages of `rl`, and in files for vf-rl
     "orchestrator.max_prompt_tokens": "trainer.args.max_prompt_len",
     "orchestrator.sampling.max_tokens": "trainer.args.max_tokens",
     "orchestrator.client.ready-timeout": "trainer.args.vllm_server_timeout",
@@ -94,7 +94,7 @@ def in_own_words(text: str, is_python: bool = False) -> str:
     return text
 
 
-# Flags of vLLM for what a server of Hone does without one.
+# Flags of vLLM that Hone's server does not need.
 NEEDLESS = {
     "enable_auto_tool_choice",
     "tool_call_parser",

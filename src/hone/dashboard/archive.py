@@ -34,7 +34,8 @@ def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
             )
             about.uid = about.gid = 0
             about.uname = about.gname = ""
-            # not addfile(): with contents given it reads the whole file at once, without them newer Pythons refuse
+            # Not addfile(): with contents it reads the whole file at once, and newer Pythons refuse
+            # it without.
             head = about.tobuf(archive.format, archive.encoding, archive.errors)
             archive.fileobj.write(head)
             with file.open("rb") as opened:

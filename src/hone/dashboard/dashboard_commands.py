@@ -16,8 +16,8 @@ from hone.dashboard.index import Index
 from hone.dashboard.runs import Run, find_runs
 
 PORT = 8500
-TOKEN_VARIABLE = "HONE_DASHBOARD_TOKEN"  # sets the token of the page, which is no key of a server
-NEAR = 20  # ports from it on that are tried
+TOKEN_VARIABLE = "HONE_DASHBOARD_TOKEN"  # sets the page's token, which is not a server's key
+NEAR = 20  # ports to try from the default on
 
 
 def run_dashboard(argv: list[str]) -> int:
@@ -92,7 +92,7 @@ def open_in_browser(url: str) -> None:
     import tempfile
     import webbrowser
 
-    descriptor, name = tempfile.mkstemp(prefix="hone-", suffix=".html")  # its user's alone
+    descriptor, name = tempfile.mkstemp(prefix="hone-", suffix=".html")  # readable only by its user
     with os.fdopen(descriptor, "w") as file:
         file.write(f"<script>location.replace({json.dumps(url)})</script>")
     webbrowser.open(Path(name).as_uri())

@@ -13,15 +13,15 @@ from typing import Any
 from hone.dashboard.index import Index
 from hone.dashboard.tokens import TokenTable
 
-UNSURE = -2.0  # nats a token: below it the model writes what it does not know
-CUT = 0.5  # share of completions that are cut off
-OLD = 4.0  # steps that trained tokens are behind
+UNSURE = -2.0  # nats per token: below it the model is guessing
+CUT = 0.5  # share of truncated completions
+OLD = 4.0  # off-policy steps of trained tokens
 APART = 0.05  # mismatch KL, nats a token
-DROPPED = 0.3  # share of tokens that the loss leaves out
-LOST = 0.5  # share of the reward gained or had that is lost again
-# Growth of completions, and how reward goes with length, that are told as paid for
+DROPPED = 0.3  # share of tokens that the loss drops
+LOST = 0.5  # share of the reward gained that is lost again
+# Growth of completions, and correlation of reward with length, that are reported.
 LONGER, ALIKE = (1.4, 0.5)
-IDLE = 0.8  # share of steps without anything to learn from
+IDLE = 0.8  # share of steps without a signal
 FEW = 5  # steps that a judgement needs
 
 Series = dict[str, dict[int, float]]  # metric: step: value
@@ -55,7 +55,7 @@ class RunFacts:
 
     series: Series
     steps: list[dict[str, Any]]
-    prompt: str = ""  # what is odd about the tokens of a prompt
+    prompt: str = ""  # what is unusual about a prompt's tokens
 
     def metric_by_step(self, name: str) -> dict[int, float]:
         return self.series.get(name, {})
@@ -198,7 +198,7 @@ def constant(facts: RunFacts) -> Finding | None:
         return None
     value = flat[0]["reward"]
     if value == 0 and flat[0]["truncated"] > CUT:
-        return None  # what is cut off has no reward
+        return None  # truncated completions explain the reward
     return Finding(
         "no_variance",
         "The reward is the same for every rollout",
@@ -222,7 +222,7 @@ def no_signal(facts: RunFacts) -> Finding | None:
         return None
     solved = [facts.metric_by_step("batch/solve_all").get(step, 0.0) for step in last]
     if sum(solved) / len(solved) > 0.5:
-        return None  # it has learnt its task
+        return None  # the task is learned
     first = next(step for step in sorted(idle) if idle[step] >= IDLE)
     return Finding(
         "no_signal",
@@ -447,7 +447,7 @@ LOOKS: tuple[Look, ...] = (
     no_signal,
 )
 SFT_LOOKS: tuple[Look, ...] = (diverged, overfitted)
-EXPLAINS = {  # what a finding explains is not told beside it
+EXPLAINS = {  # findings that the first one explains are not reported
     "template": ("truncated", "no_variance", "no_signal", "collapse"),
     "truncated": ("no_signal",),
     "no_variance": ("no_signal", "truncated"),

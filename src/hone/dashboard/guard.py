@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from hone.config.sections import LOOPBACK
 
 LARGEST = 2**20  # bytes of a request's body
-# The page itself has no data; a download's address is a secret that was asked for
+# The page itself has no data; a download's address is a secret that was requested.
 OPEN = ("/assets/", "/download/")
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'; "

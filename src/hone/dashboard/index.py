@@ -23,8 +23,8 @@ from hone.dashboard.rollout_columns import row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
-LAYOUT = 4  # of the tables; an index of another is made anew
-AT_ONCE = 40  # steps that are written in one transaction
+LAYOUT = 4  # of the tables; an index with another layout is rebuilt
+AT_ONCE = 40  # steps per transaction
 ROLLOUTS = "rollouts.jsonl"
 SORTED_BY = ("step", "reward", "advantage", "tokens", "seconds", "turns")
 TABLES = """
@@ -56,7 +56,7 @@ class Index:
         self.root, self.run = root, run
         name = hashlib.sha256(f"{run.path.resolve()}:{run.kind}".encode()).hexdigest()[:24]
         self.file = (place or cache_directory()) / f"{name}.sqlite"
-        self.progress = (0, 0)  # steps of rollouts that are in it, and that there are
+        self.progress = (0, 0)  # steps of rollouts that are indexed, and all steps
         self._lock = threading.Lock()
         self._making = threading.Lock()
         self._is_made = False
@@ -66,7 +66,7 @@ class Index:
     def _open_database(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self.file, timeout=30, isolation_level=None)
         connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=OFF")  # what a crash breaks is made anew
+        connection.execute("PRAGMA synchronous=OFF")  # a broken index is rebuilt
         connection.execute("PRAGMA cache_size=-16000")
         return connection
 
@@ -375,7 +375,7 @@ def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
     if wanted.get("truncated"):
         parts.append("truncated = 1")
     if text := wanted.get("text"):
-        # Three letters are indexed; fewer are looked for in what is listed
+        # The index has trigrams; shorter texts are searched in the filtered rows.
         where = "said" if len(text) < 3 else "text"
         escaped = text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_")
         plain = f"{where} LIKE ?" + ("" if escaped == text else " ESCAPE '\\'")

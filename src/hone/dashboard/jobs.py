@@ -48,11 +48,9 @@ from hone.run_directory import rewrite_file
 
 KINDS = ("rl", "sft", "vf-rl")
 TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
-PLACES = ("configs", "examples")  # below the root, where recipes are looked for
+PLACES = ("configs", "examples")  # directories below the root with recipes
 MOST = 300  # recipes that are listed
-CHECKPOINTS = (
-    25  # steps between checkpoints where a configuration has none: what is stopped can go on
-)
+CHECKPOINTS = 25  # default checkpoint interval in steps, so that a stopped job can resume
 LOOK = 0.3  # seconds between looks at what runs
 LOG = 64 * 1024
 
@@ -86,7 +84,7 @@ class Job:
 class Jobs:
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
-        # Where commands run and recipes are: what was typed there, as `models/x`, means the same here.
+        # Commands run and recipes are found here, so that paths such as `models/x` mean the same.
         self.home = Path.cwd() if self.root.is_relative_to(Path.cwd()) else self.root
         self.directory = self.root / ".hone" / "jobs"
         self._lock = threading.RLock()
@@ -343,7 +341,7 @@ class Jobs:
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
             return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
         words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
-        # It keeps what it resumes from, and its directory is a key of its file
+        # The run keeps its checkpoints, and its directory is set in its file.
         if job.command == "vf-rl":
             output = ["--trainer.args.output-dir", self._typed_directory(job)]
         else:
@@ -437,7 +435,7 @@ def signing_key() -> bytes:
             return key
     except OSError:
         pass
-    # Of this dashboard alone: what it has queued does not outlive it
+    # Only this dashboard's queue: it does not outlive the dashboard.
     return secrets.token_bytes(32)
 
 

@@ -26,7 +26,7 @@ FORMATS = ("png", "svg", "pdf")
 
 def draw_curves(indexes: list[Index], form: str) -> bytes:
     """Draw one line per run in each panel. Raises ValueError if there is nothing to draw."""
-    from matplotlib.figure import Figure  # seconds, which only pictures need
+    from matplotlib.figure import Figure  # takes seconds, which only pictures need
 
     for index in indexes:
         index.update_metrics()

@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-TEXT = 4000  # characters of a rollout's end, and of its beginning, that are searched
+TEXT = 4000  # characters searched at the beginning and at the end of a rollout
 
 
 def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:

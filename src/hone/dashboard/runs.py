@@ -15,7 +15,7 @@ from typing import Any
 from hone import machine
 from hone.run_directory import RunDirectory
 
-DEPTH = 6  # directories below the root that are looked through
+DEPTH = 6  # levels of directories searched below the root
 KINDS = ("rl", "sft")
 PASSED_OVER = {
     "rollouts",
@@ -35,8 +35,8 @@ PASSED_OVER = {
     "tests",
     "docs",
 }
-GONE = 60.0  # seconds of silence after which nobody is expected to come back
-FRESH = 20.0  # seconds since the last line of an evaluation that is taken to be at work
+GONE = 60.0  # seconds of silence after which a process counts as dead
+FRESH = 20.0  # seconds since its last line during which an evaluation counts as running
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from hone.dashboard.tokens import TokenTable
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
 from hone.transport.trained_tokens import read_trained
 
-SPARK = 60  # points of the small curve in the list
-MOMENT = 0.1  # seconds that somebody who looks waits for what is new
+SPARK = 60  # points of the sparkline in the list
+MOMENT = 0.1  # seconds that a reader waits for new data to be indexed
 LOG = 256 * 1024  # bytes of the end of a log that are shown
 HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
 

@@ -22,7 +22,8 @@ class Admission:
         self.cache, self.pool, self.slots = cache, cache.pool, slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
-        self.without_room = 0  # so many, the first that wait, do so for lack of slots or pages; others for their turn
+        # The first waiting requests that lack slots or pages; others wait for their turn.
+        self.without_room = 0
 
     def waiting_sequences(self) -> list[Sequence]:
         """Return the sequences without a token yet."""
@@ -66,7 +67,7 @@ class Admission:
                 shared = self.pool.match_prefix(prompt, sequence.adapter)
             else:
                 shared = leader.pages[: len(prompt) // self.pool.size]
-            # The last token's keys are never needed.
+            # The last token's keys are never read.
             own = self.pool.pages_needed(len(prompt) + sequence.max_tokens - 1) - len(shared)
             if own + self.pool.idle_among(shared) > self.pool.available_count:
                 self.without_room = len(self.waiting)
@@ -90,7 +91,7 @@ class Admission:
         """Split a plan into passes that do not read pages they compute; each adapter gets its own
         passes.
         """
-        turns: dict[int, int] = {}  # of the pages
+        turns: dict[int, int] = {}  # by page
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
         for sequence, stretch in planned:
             first = stretch.start // self.pool.size
@@ -132,7 +133,7 @@ class Admission:
             leader.siblings.remove(sequence)
         else:
             self.prefilling.remove(leader)
-            if leader.siblings:  # the first of them goes on where it stopped
+            if leader.siblings:  # the first sibling takes over from it
                 heir, *heir_siblings = leader.siblings
                 begun = self.pool.pages_needed(leader.computed)
                 self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])

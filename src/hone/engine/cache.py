@@ -18,8 +18,8 @@ from hone.models.attention_layouts import Heads
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 
-# Tiles of the GPU's kernels divide a page; on a CPU short prompts are worth sharing. In multiples of 16 the CPU's
-# attention gives the same bits however a sequence is cut.
+# GPU kernels' tiles divide a page; on a CPU short prompts are worth sharing. With multiples of 16
+# the CPU's attention gives the same bits however a sequence is split.
 PAGE = {"cuda": 64, "cpu": 16}
 
 
@@ -41,7 +41,8 @@ class KVCache:
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
         self.store = untouched_zeros(shape, dtype, device)
 
-        # Which experts each token went through, plus 1; 0: not known. In pages like its keys, so that they go together.
+        # Experts of each token plus 1 (0: unknown), in pages like its keys, so that both are shared
+        # together.
         cells = self.pool.pages * size
         self.routing = (
             untouched_zeros((cells, spec.routed_experts), torch.int16, device)
@@ -77,7 +78,7 @@ class KVCache:
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
         """Copy the first `tokens` tokens of each page, or whole pages."""
         here, there = (to_device(pages, self.store.device) for pages in (source, target))
-        # The wider an element, the fewer there are to be looked up
+        # Wider elements mean fewer of them to look up.
         wide = self.store.flatten(4).view(torch.int64)
         copied = [(wide[:, :, :, :tokens], 2)]
         if self.routing is not None:

@@ -9,9 +9,9 @@ from hone import machine
 from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
-# On a CPU: at most so many, and at most one part in so many of the machine's memory
+# On a CPU: the most GiB, and the share of the machine's memory.
 CPU_GIB, CPU_SHARE = (8.0, 4)
-# Sequences that decode at once by default: FEW on any device, up to MANY if memory allows
+# Default number of sequences that decode at once: FEW on any device, up to MANY if memory allows.
 FEW, MANY = (256, 1024)
 log = logging.getLogger("hone")
 

@@ -22,9 +22,7 @@ from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters
 from hone.models.transformer import Transformer
 
-PACKED_STEPS = (
-    16  # of a small model on a CPU in one call: Python around each takes as long as one of them
-)
+PACKED_STEPS = 16  # steps of a small CPU model per call: Python's overhead equals one step
 
 
 class Decoder:

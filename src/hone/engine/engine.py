@@ -40,10 +40,10 @@ from hone.models.lora import lora_modules
 from hone.models.transformer import Transformer
 from hone.records import Completion, ContextFull, GenerateRequest
 
-PREFILL_TOKENS = 32768  # prompt tokens computed before decoding goes on …
-PASS_TOKENS = 16384  # … in passes of so many
+PREFILL_TOKENS = 32768  # prompt tokens computed before decoding continues …
+PASS_TOKENS = 16384  # … in passes of this size
 WINDOW = 4  # decode steps launched at once on a GPU, where at most two such windows are queued
-STOPS = 8  # stop tokens of a sequence for which there is room from the start
+STOPS = 8  # stop tokens per sequence with preallocated room
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class _Turn:
     """Facts about the decoding batch, valid until a sequence joins or leaves it."""
 
     slots: NDArray[np.int64]
-    kind: int  # of sampling
+    kind: int  # kind of sampling
     has_adapters: bool
-    watched: list[int]  # those with a stop condition of the host's
+    watched: list[int]  # indices with a stop condition on the host
     window: int  # decode steps before the host looks again
-    last_step: int  # the engine's step by which all have their last token
+    last_step: int  # the engine's step by which all are complete
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Engine:
             kv_cache_gib,
         )
         self.prefill_tokens, self.stand_in = prefill_tokens, stand_in
-        # The cache has room for what is allowed, and for no more than all slots can fill.
+        # The cache holds what is allowed, but no more than all slots can fill.
         allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
         wanted = max_model_len or 1
         if wanted > allowed:
@@ -136,7 +136,7 @@ class Engine:
             self.decoder.packed,
         )
         self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
-        # Captured passes mix by torch's attention, which has an order of its own.
+        # Captured passes use torch's attention, which sums in another order.
         captured = None if numerics.keeps_order("attention") else self.captured
         self.prefill = Prefill(model, self.cache, self.adapters, captured)
         self.graphs = (
@@ -146,13 +146,13 @@ class Engine:
         )
         self.version = version
         self.completions = self.tokens_read = self.tokens_written = (
-            0  # handed over so far, tokens of their prompts, theirs
+            0  # requests finished, their prompt tokens, their generated tokens
         )
         self.admission = Admission(self.cache, self.slots)
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
-        self._has_changed = True  # who decodes, since the last turn
-        self._under_way: _Look | None = None  # what the host has not looked at yet
+        self._has_changed = True  # the decoding batch changed since the last turn
+        self._under_way: _Look | None = None  # launched, not examined yet
         self._has_deadlines = False
 
     def with_model(self, model: Transformer, version: int) -> "Engine":
@@ -286,7 +286,7 @@ class Engine:
                 f"adapter {name}: the model has one that is being trained; it takes no others"
             )
         self.adapters.load_adapter(name, read_adapter(directory))
-        self.set_version(self.version)  # what was computed with the old one is not used again
+        self.set_version(self.version)  # cached prompts of the old adapter are not reused
         self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:

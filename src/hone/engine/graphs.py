@@ -30,28 +30,24 @@ from hone.kernels.pinned_memory import to_device
 if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
-WORTH_SHARING = (
-    4096  # tokens that a step must be spared, to pay for the kernel that reads pages for groups
-)
-ENOUGH_BLOCKS = (
-    100  # of the kernel that reads shared pages: shorter stretches cost more to put together
-)
-# Into how many parts a sequence is divided: the first of these that makes no more blocks than there are
-# multiprocessors, of PART tokens or longer; or else it is one piece.
+WORTH_SHARING = 4096  # tokens per step that sharing must save to pay for the group kernel
+ENOUGH_BLOCKS = 100  # tokens of shared pages below which a stretch costs more to combine
+# Number of parts per sequence: the first of these that gives no more blocks than multiprocessors,
+# with at least PART tokens each; else one.
 PARTS = (32, 16, 8, 4, 2)
 PART = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
-PAYS_FOR_GRAPH = 32  # steps, each times the share of its rows that nobody needed
-SOON = 64  # steps after which sequences have become so much longer that another way may be better
-LONG = 384  # tokens of the longest sequence from which larger blocks are faster
+PAYS_FOR_GRAPH = 32  # steps, weighted by the share of unused rows
+SOON = 64  # steps after which sequence lengths may favour another way to read the cache
+LONG = 384  # longest sequence in tokens from which larger blocks are faster
 
 
 class Key(NamedTuple):
     rows: int
     kind: int
     has_adapters: bool
-    stretches: int  # room for so many stretches of shared pages; 0: every sequence reads its own
-    parts: int  # of one sequence: so many of those; without them, so many blocks read it (0: one)
+    stretches: int  # capacity for stretches of shared pages; 0: every sequence reads its own
+    parts: int  # parts per sequence; 0: one
     is_long: bool
 
     def is_like(self, other: Key) -> bool:
@@ -78,7 +74,7 @@ class DecodeGraphs:
             (most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device
         )
         self.key: Key | None = None
-        self.looks_again: float = 0  # at this step of the engine
+        self.looks_again: float = 0  # engine step at which to choose again
 
     def set_batch(
         self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int
@@ -89,7 +85,7 @@ class DecodeGraphs:
         Call it again from step `looks_again` on, since the best way to read the cache depends on
         lengths.
         """
-        # In the middle of the steps until it is told again:
+        # Valid for the middle of the steps until the next choice.
         lengths = [len(s.prompt_ids) + step - s.first_step + SOON / 2 for s in sequences]
         B, plan = pad_rows(len(sequences)), self._shared_ranges(sequences)
         taken: dict[int, int] = defaultdict(int)
@@ -137,7 +133,7 @@ class DecodeGraphs:
         """
         from hone.kernels.gpu.decode import MEMBERS
 
-        # Each sequence by itself, from its first token to its last
+        # Each sequence reads all of its tokens.
         if numerics.keeps_order("attention"):
             return []
         size, heads = self.decoder.cache.pool.size, self.heads
@@ -238,9 +234,10 @@ class DecodeGraphs:
 
     def capture_graph(self, key: Key) -> None:
         """Capture the graph of this key, while no window of steps is running."""
-        slots, decoder = self.slots, self.decoder  # or the graph would be in a circle of references
+        # Local names, to avoid a reference cycle through the graph.
+        slots, decoder = self.slots, self.decoder
         rows, active = self.rows_by(key), slots.active.clone()
-        slots.active.fill_(slots.count)  # what is set up is so by a step of the spare slot alone
+        slots.active.fill_(slots.count)  # set up with the spare slot only
         self.captured.capture(
             key, lambda: decoder.decode_step(key.rows, key.kind, key.has_adapters, rows)
         )

@@ -22,7 +22,7 @@ from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.lora import lora_modules
 from hone.models.transformer import Block, Linear, Transformer
 
-NO_DRAWS = (0,) * 10  # in place of what `layers.run` needs to draw
+NO_DRAWS = (0,) * 10  # placeholder arguments without draws
 
 
 class Quickest:
@@ -32,7 +32,7 @@ class Quickest:
     best is used for a while, then all are tried again.
     """
 
-    KEPT = 100  # calls
+    KEPT = 100  # calls that a choice is kept for
 
     def __init__(self, ways: int) -> None:
         there = list(range(ways))
@@ -67,8 +67,9 @@ class PackedModel:
         self.model, self.cache = model, cache
         self.parameters = list(model.parameters())
         self.is_stale = True
-        # Sequences that a thread decodes at once: few, whose keys and values stay in its cache for the steps of a call,
-        # or many, which read the weights less often. Where caches end differs from machine to machine.
+        # Sequences per thread that decode together: few, whose keys and values stay in its cache
+        # over the steps of a call, or many, which read the weights less often. The best value
+        # depends on the machine.
         self._windows = (
             load_layer_kernels().ROWS,
             3 * load_layer_kernels().ROWS,
@@ -112,7 +113,7 @@ class PackedModel:
         B, threads = len(rows.active_B), torch.get_num_threads()
         room = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
         counts = rows.state.numpy()[:, row_state.COUNT]
-        self._follow_weights()  # before time is taken
+        self._follow_weights()  # before timing starts
         before, start = int(counts.sum()), time.perf_counter()
         self._run_kernel(
             room,
@@ -131,7 +132,7 @@ class PackedModel:
             slots.logprobs.data_ptr(),
             slots.tokens.shape[1],
         )
-        if threads * load_layer_kernels().ROWS < B:  # else all windows are one
+        if threads * load_layer_kernels().ROWS < B:  # otherwise all windows are equal
             self._quickest.record_time(
                 (time.perf_counter() - start) / max(1, int(counts.sum()) - before)
             )
@@ -156,7 +157,7 @@ class PackedModel:
             np.arange(len(stretches)) * table.shape[1], lengths
         )
         tokens[kept, load_layer_kernels().RESULT] = np.arange(len(kept))
-        # Those that start in the same block
+        # Those in the same block.
         task = np.maximum.accumulate((ends - lengths) // load_layer_kernels().BLOCK)
         firsts = np.append((ends - lengths)[np.flatnonzero(np.diff(task, prepend=-1))], ends[-1])
         return self._run_kernel(tokens, firsts, torch.from_numpy(table), len(kept))

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import count
 
-# The chain so far, by its number, and the tokens of the next page
+# Number of the chain so far, and the tokens of the next page.
 Key = tuple[int, tuple[int, ...]]
 
 
@@ -26,10 +26,10 @@ class PagePool:
         """Free all pages and forget all prefixes."""
         self.free = list(range(self.pages - 1, 0, -1))
         self.users = [0] * self.pages
-        # Its page, and the number of the chain that ends in it
+        # Its page, and the number of the chain that ends in it.
         self._known: dict[Key, tuple[int, int]] = {}
         self._key_of: dict[int, Key] = {}
-        # Remembered pages without users, longest unused first
+        # Cached pages without users, least recently used first.
         self._idle: OrderedDict[int, None] = OrderedDict()
 
     @property
@@ -77,7 +77,7 @@ class PagePool:
             self._idle.pop(page, None)
 
     def release_pages(self, pages: list[int]) -> None:
-        for page in reversed(pages):  # the end of a chain is given up before its start
+        for page in reversed(pages):  # the end of a chain is evicted before its start
             self.users[page] -= 1
             if self.users[page] == 0:
                 if page in self._key_of:
@@ -91,7 +91,7 @@ class PagePool:
         for page, start in zip(pages, range(0, len(ids) - self.size + 1, self.size), strict=False):
             key = (chain, tuple(ids[start : start + self.size]))
             if key not in self._known:
-                # It stands for other tokens already: a chain that was forgotten in between
+                # reused for other tokens: a chain that was evicted meanwhile
                 if page in self._key_of:
                     return
                 self._known[key] = (page, next(self._chains))

@@ -27,7 +27,7 @@ from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAtten
 from hone.models.transformer import Transformer
 
 WORTH_A_GRAPH = (
-    2e13  # FLOP of a pass: a longer one hides its launches, and its graph would hold on to memory
+    2e13  # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory
 )
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -93,12 +93,12 @@ class Prefill:
     def capture_graph(self, shape: "Shape") -> None:
         """Capture the graph of this shape, if graphs are used."""
         assert self.captured is not None
-        inputs = self.inputs[shape] = _Inputs(shape, self.device)  # of empty prompts
+        inputs = self.inputs[shape] = _Inputs(shape, self.device)  # inputs of empty prompts
         attention = PrefillAttention(
             self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph
         )
 
-        model = self.model  # or the graph would be in a circle of references
+        model = self.model  # local name, to avoid a reference cycle through the graph
 
         def forward() -> Tensor:
             return model.forward_embedded(

@@ -23,18 +23,18 @@ class Sequence:
     slot: int = -1
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys are in the cache
-    # The same prompt, computed with this one
+    # Sequences with the same prompt, which this one computes for all.
     siblings: list["Sequence"] = field(default_factory=list)
     is_of_one_policy: bool = (
-        True  # all of its keys are the present weights', so others may use them again
+        True  # all of its keys are of the current weights, so others may reuse them
     )
-    first_step: int = 0  # decode steps of the engine before its first
+    first_step: int = 0  # engine steps before its first decode step
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
-    # Tokens of its completion, as far as the host has read them
+    # Generated tokens that the host has read.
     ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # theirs
-    remembered: int = 0  # so many of its first pages were given to others for use, those of the completion included
+    logprobs: list[float] = field(default_factory=list)  # of those tokens
+    remembered: int = 0  # its first pages that are available to others
     routing: NDArray[np.int16] | None = None  # experts of its tokens, once it has ended
 
     @property

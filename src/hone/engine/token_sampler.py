@@ -20,7 +20,7 @@ from hone.kernels import row_state as column
 _GOLDEN, _MIX_1, _MIX_2 = (
     x - 2**64 for x in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-FILTERED_OUT = -1e30  # finite: compiled loops assume that there are no infinities
+FILTERED_OUT = -1e30  # finite, since compiled loops assume that there are no infinities
 
 
 def uniform_numbers(seeds: Tensor, counters: Tensor) -> Tensor:
@@ -190,13 +190,11 @@ class TokenSampler:
     use.
     """
 
-    PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but somebody wants to see logits
+    PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but logits are wanted
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self.slots, self.vocab_size = slots, vocab_size
-        self.counts: Tensor | None = (
-            None  # how often each token was drawn, whether the prompt has it, its bias
-        )
+        self.counts: Tensor | None = None  # draws per token, presence in the prompt, bias
         self.in_prompt: Tensor
         self.bias: Tensor
 

@@ -11,11 +11,11 @@ from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu
 
 PROMPT = 16  # tokens
-PROMPTS = (1, 2, 4, 8, 32)  # so many at once: products of more rows have other tiles
-ROWS = (1, 4, 8, 16, 32, 64, 128)  # sequences that decode, the same
-CAPTURED = (1, 16, 64, 128, 256)  # sequences for which a server has graphs from the start
-PASSES = (256, 512, 1024, 2048)  # tokens of passes over prompts, the same
-SHORT = 16  # such a graph has room for one prompt in so many of its tokens
+PROMPTS = (1, 2, 4, 8, 32)  # prompts at once: products of more rows use other tiles
+ROWS = (1, 4, 8, 16, 32, 64, 128)  # decoding sequences at once, likewise
+CAPTURED = (1, 16, 64, 128, 256)  # batch sizes with graphs from the start
+PASSES = (256, 512, 1024, 2048)  # tokens of prefill passes with graphs from the start
+SHORT = 16  # tokens per prompt for which such a graph has room
 
 
 @torch.no_grad()
@@ -39,7 +39,7 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
         ways += [
             Key(B, TokenSampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most
         ]
-    ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with prompts that groups share
+    ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with shared prompts
     length = min(PROMPT, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:

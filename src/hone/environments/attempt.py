@@ -46,15 +46,13 @@ async def attempt(
                     rollout = check_rollout(
                         await environment.rollout(talk, example.copy(), sampling)
                     )
-                rollout.example = (
-                    example  # as it was: the environment may have changed its own copy
-                )
+                rollout.example = example  # unchanged: the environment may have modified its copy
         except asyncio.CancelledError:
             me = asyncio.current_task()
             if me is None or me.cancelling():
-                raise  # given up, or the program is being ended
+                raise  # the caller cancelled, or the program ends
             cause, error = "raised", "the environment cancelled its own work"
-        except Exception as failure:  # environments are users' code: theirs may raise anything
+        except Exception as failure:  # users' code may raise anything
             cause, error = "raised", f"{type(failure).__name__}: {failure}"
             if isinstance(failure, ExitInUserCode):
                 error = f"the environment's code wanted to end the process: {failure}"
@@ -86,7 +84,7 @@ async def score_group_or_fail(
         async with asyncio.timeout(timeout):
             with CONTAINED:
                 await environment.score_group(rollouts)
-    except Exception as failure:  # environments are users' code: theirs may raise anything
+    except Exception as failure:  # users' code may raise anything
         said = (
             str(failure)
             if isinstance(failure, RewardError)

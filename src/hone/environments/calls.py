@@ -94,4 +94,4 @@ async def _ask_within(
     except TimeoutError:
         if deadline.expired():
             raise OutOfTime from None
-        raise  # the function's own
+        raise  # raised by the function itself

@@ -34,7 +34,7 @@ class Conversation:
         if self._begun:
             sampling = replace(sampling, seed=other_seed(sampling.seed, self._begun))
         self._begun += 1
-        asked = list(messages)  # the environment may go on with its own
+        asked = list(messages)  # a copy: the environment may change its own
         turn = await self.client.chat(self._build_prompt(asked, tools), sampling)
         self.turns.append((asked, turn))
         return turn

@@ -26,7 +26,7 @@ class EnvGroup(Environment):
         super().__init__(dataset=[])
         self.envs, self.env_names = list(envs), names
         self.of = dict(zip(names, envs, strict=True))
-        # Ours and theirs: to train on, to evaluate on
+        # (own, members') examples for training and for evaluation.
         self._owned: list[tuple[list[Example], list[Example]]] = []
         self._train = self._number_examples([env.get_dataset() for env in envs])
         self._eval = self._number_examples([env.get_eval_dataset() for env in envs])

@@ -18,9 +18,9 @@ from hone.records import Example, Message, Rollout, Sampling, Tool, Turn
 from hone.text.messages import drop_nulls, to_plain
 
 Rows = Iterable[dict[str, Any]]
-# What is known of a rollout under way, for its environment and its reward functions
+# What is known of a rollout in progress, for its environment and reward functions.
 State = dict[str, Any]
-HARMLESS = {  # keys of v0 that say how it runs things, which Hone settles elsewhere
+HARMLESS = {  # arguments of v0 that Hone configures elsewhere
     "env_args",
     "env_id",
     "interleaved_rollouts",
@@ -59,8 +59,8 @@ class Environment(ABC):
         call_timeout: seconds that an environment response, a tool or a reward function may take.
     """
 
-    name = ""  # the id that it was loaded by
-    # Of the chat template, for its prompts
+    name = ""  # the id it was loaded by
+    # Arguments of the chat template for its prompts.
     template_arguments: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(

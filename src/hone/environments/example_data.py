@@ -49,9 +49,7 @@ def load_example_dataset(
     hub_id, subset, usual, question, answer = DATA[name]
     try:
         rows = load_dataset(hub_id, *([subset] if subset else []), split=split or usual)
-    except (
-        Exception
-    ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+    except Exception as error:  # the library raises many types for unreachable and missing data
         raise ValueError(
             f"load_example_dataset: {hub_id} cannot be loaded from the hub ({type(error).__name__}: {error})"
         ) from None

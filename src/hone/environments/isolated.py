@@ -29,11 +29,9 @@ from hone.environments.environment import Environment, ModelClient
 from hone.environments.rubric import Rubric
 from hone.records import Completion, ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
-ANSWER = 5.0  # seconds that a worker may take to answer while it does not block
-LOOK = 3.0  # seconds between looks at one with work; of one that blocks a thread still answers
-START = (
-    120.0  # seconds that one may take to import its environment and to be heard for the first time
-)
+ANSWER = 5.0  # seconds in which a responsive worker answers
+LOOK = 3.0  # seconds between checks of a busy worker; a thread answers even if its loop blocks
+START = 120.0  # seconds in which a worker has to import its environment and respond
 
 ARGUMENTS_VARIABLE = "HONE_ENV_ARGUMENTS"
 
@@ -190,7 +188,7 @@ class WorkerProcess:
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._starting, self._heard = asyncio.Lock(), asyncio.Event()
-        self._last, self._is_up = 0.0, False  # when it was heard, whether it was at all
+        self._last, self._is_up = 0.0, False  # when it last responded, and if it ever has
 
     @property
     def pending_count(self) -> int:
@@ -224,7 +222,7 @@ class WorkerProcess:
             one.process = await self._start_process()
             self._send_message(message | {next(iter(message)): number})
             return await future
-        except asyncio.CancelledError:  # out of time
+        except asyncio.CancelledError:  # timed out
             self._send_message({"cancel": number})
             self._run_task(self._kill_unless_it_answers())
             raise
@@ -249,7 +247,7 @@ class WorkerProcess:
             await process.wait()
         for task in [*self._tasks, *([self._reader] if self._reader else [])]:
             task.cancel()
-        # The next loop may be another
+        # The next event loop may be another one.
         self._starting, self._heard = (asyncio.Lock(), asyncio.Event())
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
@@ -271,7 +269,7 @@ class WorkerProcess:
 
     def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
-            # It has died: `_read_messages` says so
+            # The worker has died: `_read_messages` reports it.
             with contextlib.suppress(ConnectionError, RuntimeError):
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
@@ -299,7 +297,7 @@ class WorkerProcess:
             else f"ended with exit code {code}"
         )
         for one in self.waiting.values():
-            # Others are at the worker after it
+            # Other requests belong to its successor.
             if one.process is process and not one.future.done():
                 one.future.set_exception(ConnectionError(f"the worker of {self.name} {how}"))
 
@@ -308,7 +306,7 @@ class WorkerProcess:
             turn = await client.chat(
                 message["messages"], sampling_of(message), message.get("tools")
             )
-        except Exception as error:  # the environment learns of it
+        except Exception as error:  # reported to the environment
             is_full = isinstance(error, ContextFull)
             words = f"{type(error).__name__}: {error}"
             self._send_message(
@@ -331,7 +329,7 @@ class WorkerProcess:
             before = time.monotonic()
             self._send_message({"alive": -1})
             await asyncio.sleep(LOOK)
-            if time.monotonic() - before > 2 * LOOK:  # we slept ourselves
+            if time.monotonic() - before > 2 * LOOK:  # this process itself was suspended
                 self._last = time.monotonic()
             limit = machine.silence_seconds() if self._is_up else START
             if time.monotonic() - self._last > limit and process.returncode is None:

@@ -89,7 +89,7 @@ class EnvironmentWorker:
         except (
             Exception,
             asyncio.CancelledError,
-        ) as error:  # environments are users' code: theirs may raise anything
+        ) as error:  # users' code may raise anything
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)
@@ -98,7 +98,7 @@ class EnvironmentWorker:
 def main() -> None:
     name, on_reward_error = sys.argv[1:3]
     arguments = json.loads(os.environ.pop(ARGUMENTS_VARIABLE, "{}"))
-    # What the environment prints goes to stderr, not between the messages
+    # Output of the environment goes to stderr, not between the messages.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -115,11 +115,11 @@ def main() -> None:
 
         def read_lines() -> None:
             for line in sys.stdin:
-                if line.startswith('{"alive"'):  # whatever the environment is at
+                if line.startswith('{"alive"'):  # answered even while the environment blocks
                     send_message({"alive": -1})
                     continue
                 loop.call_soon_threadsafe(lines.put_nowait, line)
-            os._exit(0)  # nobody is there any more, whatever the environment is at
+            os._exit(0)  # the parent is gone
 
         threading.Thread(target=read_lines, daemon=True).start()
         environment = load_environment(name, **arguments)

@@ -33,7 +33,7 @@ for line in sys.stdin:
     print(json.dumps(same), flush=True)
 """
 MOST_WORKERS = 4
-START = 60.0  # seconds that the process may take to import what it needs
+START = 60.0  # seconds in which a process has to import what it needs
 
 
 class MathRubric(Rubric):
@@ -87,7 +87,7 @@ class Comparer:
         if gold.strip() == given.strip():
             return True
         loop = asyncio.get_running_loop()
-        if self._loop is not loop:  # that of an earlier `asyncio.run`, with its processes
+        if self._loop is not loop:  # of an earlier `asyncio.run`, with its processes
             self._loop, self._free = loop, asyncio.LifoQueue()
             for _ in range(self.workers):
                 self._free.put_nowait(None)

@@ -56,7 +56,7 @@ def add_folder(place: str, env_id: str) -> None:
     if folder.is_dir():
         sys.path.insert(0, str(folder))
         paths = os.environ.get("PYTHONPATH", "")
-        # Of its workers
+        # For its workers.
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder.resolve()), paths]))
 
 
@@ -110,7 +110,7 @@ def load_environments(
         environment = _load_configured(env)
         if env.on_reward_error is not None:
             environment.on_reward_error(env.on_reward_error)
-        is_whole = isinstance(environment, verifiers_v0.Foreign)  # in processes of its own
+        is_whole = isinstance(environment, verifiers_v0.Foreign)  # runs in worker processes already
         if env.workers and not is_whole:
             environment = Isolated(environment, env.id, env.args, env.workers, env.on_reward_error)
         environment.template_arguments = {**(template_arguments or {}), **env.template_arguments}

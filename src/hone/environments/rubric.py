@@ -20,7 +20,7 @@ from hone.users_code import ExitInUserCode
 log = logging.getLogger("hone.environments")
 
 RewardFunction = Callable[..., Any]
-RAISED = "reward_raised"  # how many functions gave no number
+RAISED = "reward_raised"  # metric: how many functions returned no number
 OF_ONE = ("prompt", "completion", "answer", "state", "info", "task", "parser")
 OF_GROUP = {
     "prompts": "prompt",
@@ -112,7 +112,7 @@ class Rubric:
         RewardError.
         """
         available = {"parser": self.parser, **available, **self.class_objects}
-        if self._has_parser:  # else the environment's
+        if self._has_parser:  # otherwise the environment's parser
             available["parser"] = self.parser
         found: dict[int, float | None] = {}
         for i, func in enumerate(self.funcs):
@@ -159,7 +159,7 @@ class Rubric:
     ) -> list[float] | None:
         try:
             return read(await call_function(func, available, timeout))
-        except Exception as error:  # a user's function: whatever it raises must not end the run
+        except Exception as error:  # users' code may raise anything
             what = (
                 str(error)
                 if isinstance(error, _NoNumber)

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 KEEPER = Path(__file__).with_name("sandbox_keeper.py")
-START = 30.0  # seconds until it must be ready
-USERS = 61_000  # as root the sessions have users from here on, so that limits count theirs alone
+START = 30.0  # seconds until a session must be ready
+# First user id of sessions when run as root, so that limits count each session alone.
+USERS = 61_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Sandbox:
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, root: str) -> None:
         self.process, self.limits, self.root = process, limits, root
-        self.is_broken = False  # an answer may be under way that nobody waits for
+        self.is_broken = False  # True while an answer may be pending that nobody awaits
 
     @classmethod
     async def start(cls, limits: Limits | None = None) -> "Sandbox":
@@ -78,7 +79,7 @@ class Sandbox:
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
         words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
-        # Nothing of ours: keys may be there
+        # Without our environment, which may hold keys.
         pipe, plain = (asyncio.subprocess.PIPE, {"PATH": "/usr/bin:/bin"})
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24, env=plain
@@ -147,7 +148,7 @@ class Sandboxes:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def take(self) -> Sandbox:
-        # Those of an earlier `asyncio.run` have ended with it
+        # Sandboxes of an earlier `asyncio.run` have ended with it.
         if self._loop is not asyncio.get_running_loop():
             self._loop, self._free, self._room = (
                 asyncio.get_running_loop(),

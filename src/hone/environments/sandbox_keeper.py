@@ -206,13 +206,13 @@ class Session:
                     rest = rest[os.write(self.asked, rest) :]
             if self.printed in can_read:
                 new = os.read(self.printed, 1 << 16)
-                if not new:  # the code has closed it
+                if not new:  # the code has closed its output
                     outputs.remove(self.printed)
                 kept = new[: max(0, most - len(text))]
                 text, dropped = text + kept, dropped + len(new) - len(kept)
             elif self.ended in can_read:
                 if os.read(self.ended, 1):
-                    os.kill(self.pid, signal.SIGSTOP)  # also what wrote this byte and did not end
+                    os.kill(self.pid, signal.SIGSTOP)  # also if this byte came from the code itself
                     return text, dropped, ""
                 return text, dropped, describe_death(self.end())
         self.end()

@@ -177,7 +177,7 @@ class ToolEnv(MultiTurnEnv):
                 )
             arguments = await self.arguments_of(name, arguments, messages, state)
             return await self.call_tool(name, arguments, call["id"])
-        except Exception as error:  # the model learns of it
+        except Exception as error:  # reported to the model
             if isinstance(error, (*self.stop_errors, ExitInUserCode)):
                 raise
             return {

@@ -52,9 +52,7 @@ class MultiTurnEnv(Environment):
     of model turns), trajectory (prompt and completion of each turn), and what the environment adds.
     """
 
-    times_its_calls = (
-        False  # whether env_response holds `call_timeout` itself, for each of what it calls
-    )
+    times_its_calls = False  # True if env_response applies `call_timeout` itself to what it calls
 
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
@@ -94,7 +92,7 @@ class MultiTurnEnv(Environment):
     # ------------------------------------------------------------------------------------------ the loop
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        # The rollouts of a group share the example
+        # The rollouts of a group share the example.
         start, own = (time.perf_counter(), example.copy())
         state: State = {
             "prompt": own.prompt,
@@ -110,7 +108,7 @@ class MultiTurnEnv(Environment):
             "stop_condition": None,
         }
         turns: list[Turn] = []
-        asked = 0.0  # seconds of the model
+        asked = 0.0  # seconds spent in the model
         try:
             if not self._is_ours("setup_state"):
                 state = await self._call_hook("setup_state", state) or state

@@ -18,7 +18,7 @@ class Endpoint:
     base_url: str
     model: str
     api_key: str | None
-    is_default: bool = False  # taken since nothing else was named
+    is_default: bool = False  # used because nothing else was named
     is_own: bool = False  # started for this evaluation
 
 

@@ -9,7 +9,7 @@ from hone.models.lora import Merged
 from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
 
-CACHE_GIB = 4.0  # of keys and values, beside what training needs
+CACHE_GIB = 4.0  # of keys and values, beside what training uses
 
 
 class Evaluation:
@@ -37,7 +37,7 @@ class Evaluation:
                 found.update(
                     await evaluate_environments(self.config, self.environments, client, self.seed)
                 )
-            finally:  # the next evaluation has an event loop of its own
+            finally:  # the next evaluation has another event loop
                 for environment in self.environments.values():
                     await environment.close()
 

@@ -86,7 +86,7 @@ class Folder:
         for line in file.read_text().split("\n") if file.is_file() else []:
             try:
                 found.extend([json.loads(line)] if line else [])
-            except ValueError:  # the last, when it was ended
+            except ValueError:  # a truncated last line
                 continue
         return found
 

@@ -33,7 +33,7 @@ from hone.evals.results import Folder, find_unfinished
 from hone.records import Example, Rollout, Sampling
 from hone.text.printable import make_line, make_printable
 
-FAILURES = 16  # that come before any rollout that does not fail: then the others are not tried
+FAILURES = 16  # failures before any success after which the rest is skipped
 
 
 def main(argv: list[str]) -> int:

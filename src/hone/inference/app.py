@@ -34,8 +34,8 @@ from hone.inference.openapi import install_description
 from hone.inference.prometheus import format_metrics
 from hone.inference.served_model import Served
 
-BODY, BODY_A_TOKEN = 2**24, 256  # bytes of a body: at least, and for each token of the context
-# Seconds that a client may send or read nothing; requests that may be open together
+BODY, BODY_A_TOKEN = 2**24, 256  # largest body: a minimum, and bytes per token of the context
+# Seconds that a client may send or read nothing, and the number of open requests.
 STILL, OPEN = (60.0, 8192)
 
 
@@ -48,7 +48,7 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
     )
 
     app.add_middleware(Limit, served=served)
-    if api_key is not None:  # asked first, before a body is read
+    if api_key is not None:  # checked first, before a body is read
         app.add_middleware(KeyGuard, api_key=api_key, client_key=client_key)
     else:
         app.add_middleware(PageGuard)
@@ -79,7 +79,7 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone
 
     add_control(app, served, is_guarded=api_key is not None)
 
@@ -214,7 +214,7 @@ class Limit:
 
         async def receive_bounded() -> Message:
             nonlocal read, is_whole
-            if is_whole:  # what comes is that the client hangs up
+            if is_whole:  # the next message is the disconnect
                 return await receive()
             try:
                 async with asyncio.timeout(STILL):

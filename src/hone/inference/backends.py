@@ -46,7 +46,7 @@ def is_installed(config: InferenceConfig) -> bool:
     try:
         return bool(find_installation(config.vllm_python or sys.executable))
     except ValueError:
-        return False  # the model is refused, with what there is to do
+        return False  # the model will be refused, with what to do
 
 
 def is_apart(config: InferenceConfig) -> bool:
@@ -120,7 +120,7 @@ class Vllm:
         )
 
     def __enter__(self) -> "Vllm":
-        # While vLLM starts
+        # While vLLM starts.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.process.__enter__()
         return self
@@ -143,7 +143,7 @@ class Vllm:
                         "vLLM has ended (%s): so does this server", self.process.describe_failure()
                     )
                     self.process.__exit__()
-                    # At once: who waits for an answer learns of it and asks elsewhere
+                    # At once, so that clients see the failure and retry elsewhere.
                     os._exit(BACKEND_LOST)
                 await asyncio.wait([serving], timeout=LOOK)
             await self.sampler.close()

@@ -63,7 +63,7 @@ async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> lis
         try:
             return await asyncio.gather(*tasks)
         finally:
-            for task in tasks:  # where one is refused, nobody waits for the others
+            for task in tasks:  # after a refusal nobody awaits the others
                 task.cancel()
 
 
@@ -93,5 +93,5 @@ class EventStream(Response):
     def _build_part(self, event: str) -> Message:
         is_last = event.endswith(DONE)
         if is_last:
-            self.listening.close()  # that the answer is over is not that the client is gone
+            self.listening.close()  # otherwise the end of the answer looks like a disconnect
         return {"type": "http.response.body", "body": event.encode(), "more_body": not is_last}

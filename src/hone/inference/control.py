@@ -34,13 +34,13 @@ from hone.transport.delivery import Superseded
 T = TypeVar("T")
 
 
-# Of a model, as requests and logs have it: no control characters.
+# A model name without control characters, as in requests and logs.
 Name = Annotated[
     str, Field(min_length=1, max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f\u2028\u2029]+$")
 ]
 
 
-CONTROL_PATHS = {  # of routes that a client's key does not open
+CONTROL_PATHS = {  # routes that a client's key does not open
     "/pause",
     "/resume",
     "/update_weights",
@@ -83,7 +83,7 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     sampler = served.sampler
 
     async def from_here(request: Request) -> None:  # no thread is asked for it
-        # A browser, a proxy
+        # A browser or a proxy.
         is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))
         if not is_guarded and (
             request.client is None

@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from hone.inference.samplers.embedded import EmbeddedSampler
 
 HEAD = 8  # bytes that tell the length of a frame
-RESULTS = 2  # that the server takes in a turn: what ends together is answered, and asked anew, one after another
-GRACE = 10.0  # seconds that the engine's process may take to end
-SWITCH = 0.0005  # seconds that the thread which samples waits at most for the one that takes calls; by default 0.005
+RESULTS = 2  # results handled per turn: requests that end together are answered one after another
+GRACE = 10.0  # seconds in which the engine's process has to exit
+# Seconds that the sampling thread waits at most for the thread that takes calls; default 0.005.
+SWITCH = 0.0005
 
 log = logging.getLogger("hone.inference")
 
@@ -72,7 +73,8 @@ class Frames(asyncio.Protocol):
         self._arrived = deque[Any]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.WriteTransport, transport)  # uvloop's is none by its class
+        # Uvloop's transport is not a subclass.
+        self.transport = cast(asyncio.WriteTransport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.gone()
@@ -130,7 +132,7 @@ def receive_value(sock: socket.socket) -> Any:
 # ---------------------------------------------------------------------------------------------- requests as bytes
 # What a request asks of its tokens (stop strings, a form) has a tokenizer, which travels once.
 
-# By the number that the server gave them; in the engine's process
+# By the server's number for them; in the engine's process.
 _known: dict[int, Tokenizer] = {}
 
 
@@ -142,7 +144,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tokenizer):
             return _get_tokenizer, (self.number_of(value),)
-        if isinstance(value, Following):  # is read anew there
+        if isinstance(value, Following):  # rebuilt there
             return _rebuild_grammar, (
                 value.form,
                 value.tokenizer,
@@ -165,7 +167,7 @@ def _rebuild_grammar(
 
 def _register_tokenizer(number: int, tokenizer: Tokenizer) -> None:
     _known[number] = tokenizer
-    for old in sorted(_known)[:-2]:  # the one before is of requests that are on the way
+    for old in sorted(_known)[:-2]:  # the previous one belongs to requests in transit
         del _known[old]
 
 
@@ -293,7 +295,7 @@ class Apart:
         self.config = config
 
     def __enter__(self) -> "Apart":
-        # While the model is loaded
+        # While the model loads.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         self.sock, theirs = socket.socketpair()
         program = f"from hone.inference.engine_process import main; main({theirs.fileno()})"
@@ -323,7 +325,7 @@ class Apart:
         )
 
     def __exit__(self, *_: object) -> None:
-        self.sock.close()  # by which it ends
+        self.sock.close()  # ends the engine process
         try:
             self.process.wait(GRACE)
         except subprocess.TimeoutExpired:
@@ -343,7 +345,7 @@ class Apart:
             log.error(
                 "the engine's process has ended (%s): so does this server", self._describe_failure()
             )
-            # At once: who waits for an answer learns of it and asks elsewhere
+            # At once, so that clients see the failure and retry elsewhere.
             os._exit(BACKEND_LOST)
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
@@ -355,7 +357,8 @@ class Apart:
             self.is_over = True
 
         self.is_over = False
-        gc.freeze()  # what is loaded by now stays; going through it would stop everything for a while
+        # Excludes loaded modules from collection, which would stop everything for a while.
+        gc.freeze()
         run_loop(run_both())
 
 
@@ -426,7 +429,7 @@ def make_portable(error: Exception) -> Exception:
 
 
 def main(number: int) -> None:
-    # The server is told, ends what is open, and then this process
+    # The server sees the error, ends open requests, and then this process.
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)
     from hone import machine

@@ -28,9 +28,7 @@ from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
-AWAKE = (
-    0.5  # seconds of a wait at most: a signal that arrives just before one is only handled after it
-)
+AWAKE = 0.5  # longest wait in seconds: a signal that arrives just before one is handled after it
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
@@ -43,8 +41,8 @@ class EngineService:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._pending: list[Callable[[], None]] = []
-        self._done: list[_Done] = []  # completions, and what functions gave
-        self._ran: list[_Done] = []  # what functions gave, where completions are held
+        self._done: list[_Done] = []  # completions and function results
+        self._ran: list[_Done] = []  # function results while completions are held
         self._in_flight: set[asyncio.Future[Completion]] = set()
         self._closing = False
         self._is_draining = self._is_paused = False
@@ -131,7 +129,7 @@ class EngineService:
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
         """Schedule a call on the event loop's thread; for the compute thread."""
-        # The program has ended and its loop is closed: nobody waits for it
+        # The program has ended and its loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
 
@@ -199,8 +197,10 @@ class EngineService:
                     self.engine.step(admit=not self._is_paused)
                     if not has_run:
                         has_run = True
-                        gc.freeze()  # what is loaded by now stays; going through it would stop everything for 0.1 s
-            except Exception as error:  # out of memory, a bug: every waiting request learns of it
+                        # Excludes loaded modules from collection, which would stop everything for
+                        # 0.1 s.
+                        gc.freeze()
+            except Exception as error:  # out of memory, a bug: every waiting request gets it
                 self.engine.reset()
                 for future in list(self._in_flight):
                     self._finish_future(future, None, error)

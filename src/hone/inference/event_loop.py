@@ -9,7 +9,7 @@ from typing import Any
 def run_event_loop(program: Coroutine[Any, Any, None]) -> None:
     """Run a program as `asyncio.run` does."""
     make = asyncio.new_event_loop
-    # Not where only the few packages are that are needed (docs/gpu.md)
+    # Not installed where only the required packages are (docs/gpu.md).
     if importlib.util.find_spec("uvloop"):
         import uvloop
 

@@ -58,7 +58,7 @@ def _build_description(app: FastAPI, names: list[str]) -> dict[str, Any]:
         }
     for operations in said["paths"].values():
         for operation in operations.values():
-            operation["responses"].pop("422", None)  # such a request is answered 400
+            operation["responses"].pop("422", None)  # invalid requests are answered with 400
             operation["responses"] |= {
                 code: {"description": words} for code, words in CODES.items()
             }

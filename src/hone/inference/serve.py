@@ -34,10 +34,10 @@ def serve_model(config: InferenceConfig) -> None:
     sock = bind_socket(host, config.server.port)
     engine = Apart if is_apart(config) else Embedded
     backend: type[Apart | Embedded | Vllm] = Vllm if takes_vllm(config) else engine
-    starting = contextlib.ExitStack()  # closed by hand as soon as the socket listens
+    starting = contextlib.ExitStack()  # closed explicitly once the socket listens
     starting.enter_context(announce_start(sock.getsockname()[1]))
     with starting, backend(config) as opened:
-        import uvicorn  # while a process of its own loads the model
+        import uvicorn  # imported while an engine process loads the model
 
         from hone.http_limits import bounded_config
         from hone.inference.app import build_app
@@ -45,7 +45,8 @@ def serve_model(config: InferenceConfig) -> None:
         app = build_app(
             opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None
         )
-        sock.listen(2048)  # from now on who connects is answered, if only when the event loop runs
+        # Connections are accepted from now on, and answered once the event loop runs.
+        sock.listen(2048)
         starting.close()
         url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
         write_report(url=url)
@@ -55,7 +56,8 @@ def serve_model(config: InferenceConfig) -> None:
             url,
             time.perf_counter() - STARTED,
         )
-        # No proxy headers: the connection tells who may control the server. Open requests get some seconds to end.
+        # No proxy headers: the connection decides who may control the server. Open requests get
+        # some seconds to end.
         settings = bounded_config(
             app,
             log_level="warning",
@@ -67,10 +69,10 @@ def serve_model(config: InferenceConfig) -> None:
         server = uvicorn.Server(settings)
 
         def request_stop(*_: object) -> None:
-            server.force_exit = server.should_exit  # the second time at once
+            server.force_exit = server.should_exit  # the second signal exits at once
             server.should_exit = True
 
-        # Uvicorn sets its handlers on the main thread only, and that may compute
+        # uvicorn sets handlers on the main thread only, which may be the compute thread.
         signal.signal(signal.SIGTERM, request_stop)
         signal.signal(signal.SIGINT, request_stop)
         opened.run(server.serve(sockets=[sock]))

@@ -41,7 +41,7 @@ class Served:
     ) -> None:
         self.sampler, self.name = sampler, name
         self.allowed = [directory.resolve() for directory in allowed]
-        self._text: tuple[Path, int] | None = None  # that the tokenizer came from
+        self._text: tuple[Path, int] | None = None  # source of the tokenizer
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
@@ -71,7 +71,8 @@ class Served:
             self.set_tokenizer(tokenizer)
             self._text = text
         self.name = name or self.name
-        after_the_answer = asyncio.get_running_loop().call_soon  # which a whole run waits for
+        # After the answer, which a run awaits.
+        after_the_answer = asyncio.get_running_loop().call_soon
         after_the_answer(log.info, "Took version %d of %s from %s", version, self.name, delivered)
         return found | self._describe_model()
 

@@ -10,7 +10,8 @@ def bind_socket(host: str, port: int) -> socket.socket:
     """Return a bound socket. Raises ValueError if the address is unavailable, naming its holder if
     known.
     """
-    # The protocol is named: asyncio turns Nagle's algorithm off, which costs 40 ms an answer, only where it sees TCP.
+    # The protocol is explicit: asyncio disables Nagle's algorithm, which costs 40 ms per answer,
+    # only for TCP.
     sock = socket.socket(
         socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP
     )
@@ -36,7 +37,7 @@ def describe_port_holder(port: int) -> str:
                 words = (folder / "cmdline").read_bytes().split(b"\0")
                 shown = b" ".join(words).decode(errors="replace").strip()[:80]
                 return f" by process {folder.name} ({''.join(c if c.isprintable() else '?' for c in shown)})"
-        except OSError:  # another user's, or gone
+        except OSError:  # another user's process, or gone
             continue
     return ""
 

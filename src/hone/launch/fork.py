@@ -45,7 +45,7 @@ def fork_run(config: RLConfig) -> RLConfig:
             raise ValueError(
                 f"--fork {config.fork}: {run.path} holds a run that did not begin there"
             )
-        return goes_on  # it was begun before, and goes on
+        return goes_on  # resumed
     if source == run.path.resolve():
         raise ValueError(
             f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir"
@@ -59,7 +59,7 @@ def fork_run(config: RLConfig) -> RLConfig:
         raise ValueError(
             f"--fork {config.fork}: max-steps is {config.max_steps}, nothing is left to do after step {step}"
         )
-    resolve_model(config.model.name)  # a mistake in it is told before anything is written
+    resolve_model(config.model.name)  # mistakes are reported before anything is written
     run.claim_run(clean=config.clean, weight_steps=config.weights.list_steps(config.max_steps))
     changed = {key: [was, now] for key, was, now in find_differences(header["config"], config)}
     if (before := header["config"].get("max_steps")) not in (None, config.max_steps):
@@ -73,7 +73,7 @@ def fork_run(config: RLConfig) -> RLConfig:
             (place / "orchestrator").mkdir(exist_ok=True)
             write_progress({"step": step}, place / "orchestrator")
             header["files"].pop("orchestrator/progress.json", None)
-        (place / HEADER).unlink()  # a link: the other run's file stays as it is
+        (place / HEADER).unlink()  # a link: the other run's file is not changed
         (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
     earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))

@@ -8,7 +8,7 @@ from hone import machine, preemption
 
 
 def main() -> None:
-    machine.prepare_environment()  # what torch and numba read when they are imported
+    machine.prepare_environment()  # sets what torch and numba read on import
     from hone.kernels import cpu
 
     if not cpu.IS_AVAILABLE:
@@ -52,7 +52,7 @@ def call_each() -> None:
     model, attention = Transformer(spec), PackedAttention([T])
     model.init_weights(torch.Generator())
     ones, scale = torch.ones(T, dtype=torch.int64), torch.ones(T)
-    for _ in range(2):  # a block in two calls; its operations one by one, as with an adapter
+    for _ in range(2):  # fused blocks; separate operations, as with an adapter
         hidden = model(ones, attention.token_positions(), attention)
         logprobs, _ = target_logprobs(model.compute_logits(hidden), ones, scale)
         logprobs.sum().backward()

@@ -144,7 +144,7 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
                 and not path.match("*.egg-info/*")
             ):
                 content = path.read_bytes()
-                # In a checkout it says where its neighbour Hone is
+                # A checkout names the path of Hone beside it.
                 if path.name == "pyproject.toml":
                     content = re.sub(rb"\n\[tool\.uv\.sources\][^\[]*\Z", b"", content)
                 yield f"environments/{path.relative_to(sources)}", content

@@ -26,11 +26,11 @@ from hone.models.transformer import Pending, Transformer
 from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 
-WAVES = (1, 2, 7, 16, 33, 128)  # rollouts that are sampled at once, by turns
-BUDGETS = (700, 16_384, 3_000)  # tokens of a micro-batch, by turns
+WAVES = (1, 2, 7, 16, 33, 128)  # rollouts sampled at once, cyclically
+BUDGETS = (700, 16_384, 3_000)  # tokens per micro-batch, cyclically
 GIB = 4.0  # of keys and values
 LETTERS = string.ascii_letters + string.digits + " .,"
-LOOKED_AT = 4  # rollouts that are compared layer by layer
+LOOKED_AT = 4  # rollouts compared layer by layer
 Waves = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, logprobs
 
 
@@ -57,7 +57,7 @@ def main(config: ProbeConfig) -> None:
     model = load_configured(config.model, config.seed).model
     if config.lora is not None:
         add_lora(model, config.lora, config.seed)
-        for lora in lora_modules(model):  # a fresh one adds nothing
+        for lora in lora_modules(model):  # a fresh adapter adds nothing
             nn.init.normal_(lora.B, std=0.01)
     if config.server is None:
         found = probe_model(
@@ -232,7 +232,7 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
         engine = Engine(
             sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB
         )
-        engine.graphs = engine.packed = engine.decoder.packed = None  # block by block
+        engine.graphs = engine.packed = engine.decoder.packed = None  # layer by layer
         with outputs_of(sampled) as theirs:
             forced = engine.generate(
                 [
@@ -253,7 +253,7 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
         with outputs_of(model) as ours:
             model(packed.tokens_T, packed.attention.token_positions(), packed.attention)
         for layer, (sampling, training) in enumerate(zip(theirs, ours, strict=True)):
-            decoded = sampling[1:]  # the first is the prompt's
+            decoded = sampling[1:]  # the first belongs to the prompt
             is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
             steps = [_compared_tensors(step, is_added) for step in decoded]
             for part, of_all in _compared_tensors(training[0], is_added).items():
@@ -273,7 +273,7 @@ def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[st
     stream, pending = output
     if not isinstance(pending, Tensor):
         return {"": _on_host(stream)}
-    if pending.dim() == 3:  # parts: the next norm adds them up
+    if pending.dim() == 3:  # partial sums, which the next norm adds
         pending = pending.float().sum(0).to(pending.dtype)
     if is_added:
         return {"": _on_host(stream + pending)}

@@ -78,7 +78,7 @@ def plan_components(config: RLConfig) -> list[Component]:
     everybody.
     """
     key = config.inference and (config.inference.api_key or own_key())
-    # In the environment: what is written down has no secrets
+    # In the environment, since written configurations have no secrets.
     keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
     gpus, nodes = (
@@ -218,7 +218,7 @@ def names_of_servers(config: RLConfig) -> list[str]:
 def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
     """Return the GPUs of each server, divided equally. Raises ValueError if they cannot be."""
     ids, names = config.inference_gpu_ids, names_of_servers(config)
-    beside = len(names) // max(1, len(config.inference_nodes))  # servers of a node
+    beside = len(names) // max(1, len(config.inference_nodes))  # servers per node
     if beside == 1 or not (config.inference_nodes or visible_gpus(ids, config)):
         return dict.fromkeys(names, ids)
     each, rest = divmod(len(ids), beside)

@@ -40,7 +40,7 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
 GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-KILLS, WITHIN = 5, 60.0  # so many kills of inference within so many seconds end a run
+KILLS, WITHIN = 5, 60.0  # this many kills of inference within this many seconds end a run
 
 log = logging.getLogger("hone.rl")
 
@@ -60,10 +60,10 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
     weight_steps = config.weights.list_steps(config.max_steps)
     run.check_claim(clean=config.may_start_anew, resume=bool(sources), weight_steps=weight_steps)
     parts = plan_components(config)
-    # Nothing to sample: the trainer writes what is not there
+    # Nothing to sample: the trainer writes what is missing.
     if sources and step_of(sources[0]) >= config.max_steps:
         parts = [part for part in parts if part.role == "trainer"]
-    for part in parts:  # before seconds of starting
+    for part in parts:  # before slow start-up
         if part.address and not part.node:
             host, _, port = part.address.rpartition(":")
             bind_socket(host, int(port)).close()
@@ -107,7 +107,7 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
     """
     try:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
-    except ConfigError:  # there is none, or of another version of Hone
+    except ConfigError:  # missing, or of another version of Hone
         return
     refuse_changes(before.to_public_dict(), config, source)
 
@@ -150,7 +150,8 @@ class Child:
         }
         secrets = secrets_variable(part.config.model_dump(mode="json"))
         self.environment = os.environ | part.environment | own | secrets
-        # Trainer and orchestrator keep their own logs and speak on the console; inference is heard from its log alone.
+        # Trainer and orchestrator write their own logs and print to the console; inference only has
+        # a log.
         self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
         self.start_process()
 
@@ -174,7 +175,7 @@ class Child:
     def _read_output(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            # Nobody reads (`rl | head`), a full disk: go on draining
+            # No reader (`rl | head`) or a full disk: keep draining the pipe.
             with contextlib.suppress(OSError, ValueError):
                 print(line, end="", flush=True, file=self.log or sys.stdout)
         self.output_ended_at = time.monotonic()
@@ -284,7 +285,7 @@ def end_children(children: list[Child]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    # Each leads a group: what an environment started of its own would outlive it
+    # Each child leads a process group: processes that an environment started would outlive it.
     for child in children:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.process.pid, signal.SIGKILL)

@@ -28,9 +28,9 @@ from hone.run_directory import RunDirectory, UserError, checkpoints_in
 from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
-# Steps after which a reward that has not risen by so much is remarked on
+# Steps after which a reward that has risen by less is reported.
 FLAT_AFTER, FLAT = (20, 0.02)
-UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which on training is called unstable
+UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which training counts as unstable
 
 
 class RLTrainer:
@@ -73,7 +73,7 @@ class RLTrainer:
         }
         self.config = validate_values(VfRLConfig, values)
         self.callbacks = list(callbacks)
-        self.is_python = True  # messages name its arguments
+        self.is_python = True  # messages use argument names
 
     @classmethod
     def from_config(cls, config: VfRLConfig) -> "RLTrainer":
@@ -90,7 +90,7 @@ class RLTrainer:
             clean: remove an earlier run first.
         """
         machine.prepare_environment()
-        if not logging.getLogger("hone").handlers:  # the run's files have what is not shown
+        if not logging.getLogger("hone").handlers:  # the run's log files have everything
             logging.getLogger("hone").setLevel(logging.INFO)
         given = {key: value for key, value in (("resume", resume), ("clean", clean)) if value}
         config = self.config.model_copy(update=given)
@@ -146,7 +146,7 @@ def main(config: VfRLConfig) -> None:
 
 
 def _print_line(text: str) -> None:
-    with contextlib.suppress(OSError):  # nobody reads any more (`vf-rl … | head`): the run goes on
+    with contextlib.suppress(OSError):  # no reader (`vf-rl … | head`): the run continues
         print(text, flush=True)
 
 

@@ -30,14 +30,12 @@ from hone.monitors.metrics_log import read_rows
 from hone.run_directory import rewrite_file
 
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
-# What Slurm takes in a line of the script as it stands
+# Values that an #SBATCH line can hold unquoted.
 PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)
-CHECKPOINTS = (
-    50  # steps between checkpoints where the configuration has none: a job has to be able to go on
-)
+CHECKPOINTS = 50  # default checkpoint interval in steps, so that a job can resume
 OPTIONS = ("account", "partition", "time", "qos", "mem", "mail_user", "constraint", "dependency")
 STATES = "%i|%T|%M|%R"
-DEAD = 60.0  # seconds that a command of Slurm may take
+DEAD = 60.0  # seconds that a Slurm command may take
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -168,7 +166,7 @@ def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
     try:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)
-        # The job has nothing else
+        # The job has no other source of secrets.
         rewrite_file(file, to_toml(config, with_secrets=True), mode=0o600)
         options = sbatch_options(args, gpus, sum(nodes), directory)
         script.write_text(render_script(args, gpus, nodes, file, options))
@@ -319,7 +317,8 @@ def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Pa
         )
     changes: dict[str, Any] = {"resume": "auto"}
     if config.ckpt is None or config.ckpt.interval is None:
-        # No more seldom than weights: a run that has written those and has no checkpoint is not begun again unasked.
+        # At least as often as weights: a run with weights but no checkpoint is not restarted
+        # without asking.
         changes["ckpt"] = {"interval": min(CHECKPOINTS, config.weights.interval or CHECKPOINTS)}
     return type(config).model_validate(config.model_dump() | changes)
 

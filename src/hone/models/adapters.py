@@ -25,15 +25,16 @@ from torch import Tensor
 from hone.models.hf import hf_names, split_rows
 from hone.models.transformer import Linear, Transformer
 
-# Keys of an adapter_config.json that change what an adapter computes, with the values that leave it at B A x. Of other
-# keys only those that say how it was trained or where it came from may have a value.
+# Keys of an adapter_config.json that change what an adapter computes, with the values for plain B A
+# x. Other keys may only say how it was trained or where it came from.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "fan_in_fan_out": (False,),
-    # The others (pissa, olora, corda, loftq, lora_ga, …) change the model's own weights when peft loads the adapter.
+    # Others (pissa, olora, corda, loftq, lora_ga, …) change the base weights when peft loads the
+    # adapter.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),
 }
-PEFT_ALPHA = 8  # lora_alpha where a configuration has none
+PEFT_ALPHA = 8  # lora_alpha if a configuration has none
 IMMATERIAL = {
     "auto_mapping",
     "base_model_name_or_path",

@@ -55,7 +55,7 @@ class Rotation:
 
     def _of_tokens(self, table_PE: Tensor) -> Tensor:
         assert self.positions_T is not None
-        # [positions] takes a CPU thrice as long
+        # [positions] takes three times as long on a CPU
         return table_PE.index_select(0, self.positions_T).unsqueeze(1)
 
 
@@ -98,7 +98,7 @@ class FlatAttention:
             ).flatten(1)
         outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.length_buckets]
         if not outs:
-            return q_THE.flatten(1)  # of no token
+            return q_THE.flatten(1)  # no tokens
         return put_rows(
             torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE)
         )
@@ -182,7 +182,7 @@ class ContinuedAttention(FlatAttention):
         rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
         super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
         spans = [np.arange(end - n, end) for n, end in zip(lengths, ends, strict=True)]
-        # Where the queries stand among the keys
+        # Positions of the queries among the keys.
         self.own_T = to_device(np.concatenate(spans), self.device)
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
@@ -211,7 +211,7 @@ def flash_varlen(
         from torch.nn.attention.varlen import varlen_attn
 
         out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(-1, 0))  # type: ignore[assignment]
-    else:  # what varlen_attn calls, without 0.2 ms of the host's in every layer
+    else:  # what varlen_attn calls, saving 0.2 ms of host time per layer
         out = torch.ops.aten._flash_attention_forward(
             q,
             k,
@@ -249,7 +249,7 @@ class _Bucket:
         self.queries, self.keys, self.flat, self.cells, sees_BP = (
             to_device(x, device) for x in tensors
         )
-        self.mask: Tensor | None = None  # without prefixes: causal
+        self.mask: Tensor | None = None  # None without prefixes: causal
         if len(in_P):
             causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()
             parts = (

@@ -26,12 +26,12 @@ from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-# Beginnings of files of other things
+# Prefixes of files that are not weights.
 UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")
 log = logging.getLogger("hone.model")
 
 WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
-# What goes along with weights
+# Files that accompany weights.
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jinja"]
 
 

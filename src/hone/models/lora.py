@@ -54,7 +54,7 @@ class LoRA(nn.Module):
         self.A = nn.Parameter(weight.new_empty(r * n, weight.shape[1]))
         self.B = nn.Parameter(weight.new_zeros(len(rows), r))
         self.register_buffer("rows", rows, persistent=False)  # of the weight, that have an adapter
-        # Whose it is, times scale
+        # Which adapter a column belongs to, times scale.
         self.register_buffer("diagonal", diagonal[rows.to(diagonal.device)], persistent=False)
         self.outputs = len(weight)
 
@@ -110,7 +110,7 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
     Raises ValueError for an adapter of another model.
     """
     config, tensors = read_files(directory)
-    scale, used = scale_of(config), {"lm_head.weight"}  # a tied head's, once more
+    scale, used = scale_of(config), {"lm_head.weight"}  # a tied head appears once more
 
     def take_tensor(name: str) -> Tensor | None:
         used.add(name)
@@ -158,7 +158,7 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
         theirs = [name.removesuffix(".weight") for name in table[names[0]]]
         lora = LoRA(linear, theirs, heights, config)
         if lora.targets:
-            # As nn.Linear draws, which peft keeps: uniform up to 1 / sqrt(inputs)
+            # nn.Linear's initialization, which peft keeps: uniform up to 1 / sqrt(inputs)
             with torch.no_grad():
                 bound = 1 / math.sqrt(lora.A.shape[1])
                 lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
@@ -181,7 +181,7 @@ def _load_adapter(model: Transformer, config: LoRAConfig, directory: Path) -> No
             for name, a, b in lora.named_pairs():
                 theirs_a, theirs_b = adapter.weights[name]
                 a.copy_(theirs_a)
-                b.copy_(theirs_b / config.scale)  # they come scaled
+                b.copy_(theirs_b / config.scale)  # they are scaled
 
 
 def lora_modules(model: Transformer) -> Iterator[LoRA]:
@@ -206,7 +206,7 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora_modules(trained)):
             return
-        # Its own weights are never touched, so they take no memory
+        # The merged model's own weights are never written, so they take no memory.
         self.model = Transformer(trained.spec)
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
@@ -255,7 +255,7 @@ def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, T
     for ours, theirs in hf_names(model.spec).items():
         if saved & {name.rsplit(".", 2)[-2] for name in theirs}:
             tensors[f"base_model.model.{theirs[0]}"] = whole(parameters[ours].detach())
-    if "embed_tokens" in saved and model.head is None:  # peft wants a tied head by its own name too
+    if "embed_tokens" in saved and model.head is None:  # peft uses a tied head's own name
         tensors["base_model.model.lm_head.weight"] = tensors[
             "base_model.model.model.embed_tokens.weight"
         ].clone()
@@ -266,7 +266,7 @@ def write_adapter(
     tensors: Mapping[str, Tensor], config: LoRAConfig, spec: ModelSpec, base: str, directory: Path
 ) -> None:
     """Write an adapter in peft's format, for peft, vLLM, and `load_lora_adapter` of Hone's server."""
-    # peft goes by the ends of names: norm alone would be all norms
+    # peft matches the ends of names: norm alone would match all norms.
     saved = ["model.norm" if name == "norm" else name for name in config.modules_to_save]
     settings = {
         "peft_type": "LORA",

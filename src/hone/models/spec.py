@@ -61,12 +61,8 @@ class ModelSpec:
         """
         return {"intermediate_size": int(config["intermediate_size"])}
 
-    feed_forward: ClassVar[Literal["mlp", "experts"]] = (
-        "mlp"  # the module, in `models/transformer.py`
-    )
-    has_fast_paths: ClassVar[bool] = (
-        True  # whether packed models and captured steps know this block
-    )
+    feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
+    has_fast_paths: ClassVar[bool] = True  # packed models and captured steps support this block
 
     @property
     def routed_experts(self) -> int:

@@ -38,8 +38,8 @@ from hone.models.attention_layouts import Heads, PackedAttention, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec
 
-# What is still to be added to the residual stream: a tensor or its parts, or nothing; a `Scaled` is the stream's norm,
-# where all has been added already.
+# What is still to be added to the residual stream: a tensor, its parts, or None; a `Scaled` is the
+# norm of a stream that is complete.
 Pending = Tensor | gpu.Scaled | None
 
 
@@ -62,7 +62,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
         self.delta: Callable[[Tensor], Tensor | None] | None = (
-            None  # what adapters add (`adapters.py`, `lora.py`)
+            None  # adapters (`adapters.py`, `lora.py`)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class RMSNorm(nn.Module):
         """Return this norm if the next projection takes it fused with the addition
         (`project_onto`).
         """
-        # Ranks share it, and bring it together for its own block alone
+        # Ranks shard it, and gather it for its own block only.
         is_elsewhere = hasattr(self.weight, "to_local")
         if not isinstance(projection, Linear) or projection.delta is not None or is_elsewhere:
             return None
@@ -213,11 +213,9 @@ class Experts(nn.Module):
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
         self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
-        self.given_TK: Tensor | None = None  # experts to go through, -1: the router's own choice
+        self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
         self.chosen_TK: Tensor | None = None  # of the last forward
-        self.differs_TK: Tensor | None = (
-            None  # which of those given the router would not have chosen
-        )
+        self.differs_TK: Tensor | None = None  # given experts that the router would not have chosen
         self.router, self.gate_up, self.down = (
             Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
         )
@@ -239,10 +237,10 @@ class Experts(nn.Module):
         self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        # M = T x k pairs of a token and an expert, by expert
+        # M = T x k pairs of a token and an expert, ordered by expert.
         order_M = expert_TK.flatten().argsort(stable=True)
         counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
-        # Rows are taken by F.embedding: its gradient adds up in one order, that of indexing on a GPU does not.
+        # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
         x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
         hidden_MF = swiglu_reference(grouped_linear(x_MD, self.gate_up.weight, counts_E))
         out_MD = grouped_linear(hidden_MF, self.down.weight, counts_E)
@@ -300,7 +298,7 @@ class Block(nn.Module):
         The next norm adds the delta to the stream; it may already be that norm's output.
         """
         if isinstance(attend, PackedAttention) and self.is_compiled(x_TD, keep_N):
-            assert not isinstance(delta, gpu.Scaled)  # made on a GPU alone
+            assert not isinstance(delta, gpu.Scaled)  # made on a GPU only
             return self.forward_compiled(x_TD, delta, rotation, attend, keep_N)
         x_TD, qkv_TO = self.attention_norm.norm_and_project(self.attention.qkv, x_TD, delta)
         mixed_TD = self.attention.mix_heads(layer, qkv_TO, rotation, attend)
@@ -320,7 +318,7 @@ class Block(nn.Module):
         """Return True if `forward_compiled` supports this: a dense block in training on a CPU, no
         biases.
         """
-        # As many rows as go through the other linears
+        # As many rows as the other linears have.
         kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]
         own, linears = self.attention, [m for m in self.modules() if isinstance(m, Linear)]
         return (
@@ -380,9 +378,10 @@ class Transformer(nn.Module):
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
         self.routing_TR: Tensor | None = (
-            None  # experts to go through, of all blocks; -1: the router's own choice
+            None  # experts to use in all blocks; -1: the router's choice
         )
-        self.recomputes = False  # with gradients: blocks keep their inputs alone, and compute once more going back
+        # With gradients: blocks keep only their inputs, and recompute the rest in backward.
+        self.recomputes = False
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None

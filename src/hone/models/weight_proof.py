@@ -18,7 +18,7 @@ from hone.models.hf import hf_tensors
 from hone.models.transformer import Transformer
 
 CANARY_LENGTH = 33
-ROWS, FP32 = 4096, torch.float32  # tokens whose logits are there at a time
+ROWS, FP32 = 4096, torch.float32  # tokens whose logits are computed at a time
 
 
 class Proof:
@@ -79,7 +79,7 @@ class CanaryScorer:
     """
 
     def __init__(self, model: Transformer) -> None:
-        # Else ranks bring its weights together for each pass
+        # Otherwise ranks gather its weights for each pass.
         is_whole = not hasattr(model, "reshard")
         self.model, self._captured = model, Captured()
         self._is_captured = is_whole and model.stays_on_device
@@ -104,7 +104,7 @@ class CanaryScorer:
         )
         positions = packed.token_positions()
 
-        # Without `self`, or the graph would be in a circle of references
+        # Without `self`, to avoid a reference cycle through the graph.
         def forward_pass() -> Tensor:
             logits = model.compute_logits(model(ids[:-1], positions, packed))
             return target_logprobs(logits, ids[1:], ones)[0]

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-LOOK, ALARM = 0.02, 1.0  # seconds between looks; a lag that is worth a word
+LOOK, ALARM = 0.02, 1.0  # seconds between measurements; a lag that is reported
 
 
 class Lag:

@@ -25,7 +25,7 @@ def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
     root.handlers = [handler]
     root.setLevel(level.upper())
     root.propagate = False
-    logging.raiseExceptions = False  # a full disk takes lines of the log, and no more
+    logging.raiseExceptions = False  # a full disk costs log lines only
     return root
 
 

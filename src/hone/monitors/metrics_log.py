@@ -14,7 +14,7 @@ from hone.monitors.trackers import Rows, TensorBoard, Tracker, Trackers, Wandb
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read a metrics.jsonl or rollouts.jsonl; an incomplete last line is ignored."""
     rows = []
-    # Not splitlines: text may hold U+2028
+    # Not splitlines: text may contain U+2028.
     for line in path.read_text().split("\n") if path.exists() else []:
         with contextlib.suppress(ValueError):
             rows.append(json.loads(line))

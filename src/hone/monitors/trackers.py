@@ -34,13 +34,13 @@ COLUMNS = (
 )
 DISTRIBUTIONS = ("reward", "advantage", "tokens")
 LONGEST = 4000  # characters of a text in a table
-Rows = list[dict[str, Any]]  # of rollouts, with COLUMNS as keys
+Rows = list[dict[str, Any]]  # rollouts, with COLUMNS as keys
 
 
 class Tracker(ABC):
     """Base class of trackers. `rows`: all rollouts; `sample`: those shown whole."""
 
-    interval = 10  # steps between those whose rollouts are taken
+    interval = 10  # steps between those with rollouts
     samples = 8
 
     @abstractmethod
@@ -61,9 +61,9 @@ class Trackers:
         for name, make in makers:
             try:
                 self._all[name] = make()
-            except ValueError:  # a mistake in the configuration: nothing has begun
+            except ValueError:  # a configuration mistake, before anything has begun
                 raise
-            except Exception as error:  # whatever a library of others raises
+            except Exception as error:  # whatever the library raises
                 self._given_up(name, error)
 
     def log_row(self, step: int, values: dict[str, float]) -> None:
@@ -93,7 +93,7 @@ class Trackers:
         for name, tracker in list(self._all.items()):
             try:
                 tell(tracker)
-            except Exception as error:  # whatever a library of others raises
+            except Exception as error:  # whatever the library raises
                 del self._all[name]
                 self._given_up(name, error)
 
@@ -120,10 +120,11 @@ class Wandb(Tracker):
         import wandb
 
         self.wandb, self.interval, self.samples = wandb, config.interval, config.samples
-        file = directory / f"wandb_{name}.id"  # the same run in W&B for the same run here
+        file = directory / f"wandb_{name}.id"  # a resumed run continues the same run in W&B
         identity = file.read_text().strip() if goes_on and file.exists() else uuid.uuid4().hex[:12]
         file.write_text(identity + "\n")
-        mode: Any = "offline" if config.offline else None  # None: what WANDB_MODE says, or online
+        # None: WANDB_MODE decides, default online.
+        mode: Any = "offline" if config.offline else None
         try:
             self.run = wandb.init(
                 project=config.project,
@@ -135,7 +136,7 @@ class Wandb(Tracker):
                 config=run_config.to_public_dict() | {"made_by": made_by()},
                 dir=str(directory.resolve()),
             )
-        except wandb.errors.UsageError as error:  # no API key, for one
+        except wandb.errors.UsageError as error:  # such as a missing API key
             raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")

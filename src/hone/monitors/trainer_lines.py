@@ -8,7 +8,7 @@ from typing import Any
 
 from hone.monitors.step_lines import printable, why_no_signal
 
-NAMES = {  # theirs, and ours
+NAMES = {  # their names, and ours
     "loss": "loss/mean",
     "learning_rate": "optim/lr",
     "epoch": "progress/epoch",

@@ -5,10 +5,10 @@ from numpy.typing import ArrayLike
 
 
 def summarize_values(name: str, values: ArrayLike) -> dict[str, float]:
-    array = np.sort(np.asarray(values, dtype=np.float64), axis=None)  # what is no number comes last
+    array = np.sort(np.asarray(values, dtype=np.float64), axis=None)  # NaN sorts last
     n, found = array.size, [0.0] * 5
     if n:
-        # By itself numpy's median takes longer than all of this
+        # numpy's median alone takes longer than all of this.
         middle = (array[(n - 1) // 2] + array[n // 2]) / 2
         found = [array.mean(), middle, array.std(), array[0], array[-1]]
         if np.isnan(array[-1]):

@@ -30,9 +30,9 @@ class Group:
     failures: Counter[str] = field(default_factory=Counter)
     version: int = 0  # of its oldest token
     advantages: list[float] = field(default_factory=list)
-    learnt: list[bool] = field(default_factory=list)  # which rollouts are trained on
+    learnt: list[bool] = field(default_factory=list)  # rollouts that are trained on
     samples: list[Sample] = field(default_factory=list)
-    unused: str = ""  # why none is: no_signal, too_easy, too_hard, failed
+    unused: str = ""  # why nothing is trained on: no_signal, too_easy, too_hard, failed
     dropped: Counter[str] = field(default_factory=Counter)
 
     @property

@@ -35,7 +35,7 @@ from hone.orchestrator.teacher import Teacher
 from hone.records import Batch, Example, Prompt, Rollout
 
 log = logging.getLogger("hone.orchestrator")
-REFILLS = 4  # batches of groups without signal that a step replaces, before it goes on with fewer
+REFILLS = 4  # batches of groups without signal that a step replaces before it continues with fewer
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Collected:
 class _UnderWay:
     task: Task
     work: asyncio.Task[Group]
-    version: int  # that was served when it was begun
+    version: int  # served version when it started
 
 
 class Orchestrator:
@@ -99,12 +99,12 @@ class Orchestrator:
         self.replay = Replay(config.buffer.replay)
         self.schedule = self._build_schedule(None)
         self.step, self.last_step, self.version = 1, math.inf, -1
-        self.first_version = -1  # that was served
+        self.first_version = -1  # the first served version
         self.under_way: dict[int, _UnderWay] = {}
         self.ready: dict[int, Group] = {}
-        self.without_signal: list[Group] = []  # that were replaced, since the last step
+        self.without_signal: list[Group] = []  # replaced since the last step
         self.stale = 0
-        # Told of groups that are ready for a step
+        # Receives the number of groups that are ready for a step, and needed.
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
         self._changed = asyncio.Event()
         self._error: BaseException | None = None
@@ -282,10 +282,10 @@ class Orchestrator:
     def _on_group_done(self, number: int, work: asyncio.Task[Group]) -> None:
         begun = self.under_way.get(number)
         if begun is None or begun.work is not work:
-            return  # given up
+            return  # abandoned
         del self.under_way[number]
         self._changed.set()
-        if work.cancelled():  # the program is being ended
+        if work.cancelled():  # the program ends
             self._error = asyncio.CancelledError()
             return
         error = work.exception()

@@ -31,7 +31,8 @@ class Replay:
         self._kept = [
             one for one in self._kept if one.uses < self.times and one.group.version >= oldest
         ]
-        taken = sorted(self._kept, key=lambda one: -one.step)[:count]  # stable: of a step the first
+        # Stable: the first of a step come first.
+        taken = sorted(self._kept, key=lambda one: -one.step)[:count]
         for one in taken:
             one.uses += 1
         return [one.group for one in taken]

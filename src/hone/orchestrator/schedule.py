@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from hone.config.orchestrator_config import BufferConfig
 
-Ratio = list[tuple[int, float]]  # at steps
+Ratio = list[tuple[int, float]]  # by step
 
 
 class Task(NamedTuple):
     number: int
     env: str
-    example: int  # its place in the environment's data
+    example: int  # index in the environment's data
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Stream:
     ratio: Ratio
     epoch: int = 0
     position: int = 0
-    credit: float = 0.0  # groups that it is behind of its ratio
+    credit: float = 0.0  # groups that it is behind its ratio
     order: list[int] = field(default_factory=list)
 
 

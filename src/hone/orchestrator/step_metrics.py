@@ -9,7 +9,7 @@ from hone.monitors.value_summaries import summarize_values
 from hone.orchestrator.group import DROPPED, Group, tokens_of
 from hone.records import Rollout
 
-PARTS = ("model", "environment", "scoring")  # that the seconds of a rollout go to
+PARTS = ("model", "environment", "scoring")  # parts of a rollout's seconds
 FAILURES = ("reward", "raised", "refused", "timeout", "not_finite", "empty")
 
 

@@ -23,13 +23,11 @@ from hone.run_directory import RunDirectory, Steps
 from hone.transport.deadlines import POLL, PulseOf, Wait
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 
-PATIENCE = (
-    20.0  # seconds that a run may seem to be over before another trainer claims its directory
-)
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, where none is configured
-# … of a server that rounds its logits where Hone does not
+PATIENCE = 20.0  # seconds in which another trainer may still claim the directory of a run that seems to be over
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, unless configured
+# … for servers that round logits elsewhere.
 OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}
-MOVED = 0.02  # a change of the trainer's canary that a server with the new weights has to show
+MOVED = 0.02  # a change of the trainer's canary that a server with new weights must reproduce
 
 
 class RowSink(Protocol):
@@ -58,7 +56,7 @@ class Weights:
         log: logging.Logger,
     ) -> None:
         self.run, self.config, self.log = run, config, log
-        # By the real path, which servers are given
+        # The real path, as it is sent to servers.
         self.published = Steps(run.broadcasts.resolve())
         self.fleet = Fleet(
             clients,
@@ -70,11 +68,11 @@ class Weights:
         self.trainer = PulseOf(run.pulse_file("trainer"))
         self.version, self.seen = -1, -1
         self.current: Delivery | None = None
-        self.busy = asyncio.Lock()  # with taking a version and evaluating it
-        # By address of a server, the last it took
+        self.busy = asyncio.Lock()  # held while a version is loaded or evaluated
+        # Last version loaded, by server address.
         self.scored: dict[str, tuple[Delivery, list[float]]] = {}
-        self.taken: dict[Server, Taken] = {}  # of the newest version
-        self.proven = asyncio.Event()  # that every server has it
+        self.taken: dict[Server, Taken] = {}  # for the newest version
+        self.proven = asyncio.Event()  # set once every server has verified it
 
     async def join_trainer(self) -> int | None:
         """Load the starting version of the live trainer's run into every server and return it.
@@ -126,7 +124,7 @@ class Weights:
                             values = values | await self._prove_delivery(newest)
                     finally:
                         rows.write_trained(newest.version, values)
-                    # Superseded: the next is there, or about to be
+                    # Superseded: the next version is there, or about to be.
                     if self.version < newest.version:
                         if self.is_evaluated(newest.version):
                             self.log.warning(
@@ -134,7 +132,7 @@ class Weights:
                                 newest.version,
                             )
                         continue
-                    # The next is taken after that: results are of one version
+                    # The next version is loaded afterwards, so that results are of one version.
                     await evaluate(self.version)
             await asyncio.sleep(POLL)
 
@@ -233,7 +231,7 @@ class Weights:
                 taken = await self._update_server(client, delivery)
                 if taken.difference is None:
                     await self._measure_canary(taken, delivery)
-            except Superseded:  # what comes next is given to it too
+            except Superseded:  # it will get the next version too
                 await asyncio.sleep(0.1)
                 continue
             if delivery is self.current:
@@ -250,11 +248,9 @@ class Weights:
         }
         try:
             state = await client.call_control("update_weights", body)
-            if state["is_paused"]:  # by whoever used the server before
+            if state["is_paused"]:  # by another client
                 await client.call_control("resume", {})
-        except (
-            RuntimeError
-        ) as error:  # an answer that refuses: nothing that this run can go on with
+        except RuntimeError as error:  # a refusal that this run cannot handle
             if isinstance(error, Refused) and error.status == 409:
                 raise Superseded from None
             raise ConnectionError(f"version {version} was not taken: {error}") from None

@@ -22,12 +22,12 @@ from hone.records import Message
 from hone.text.messages import MessageError, normalize_messages
 from hone.text.tool_calls import FORMATS, format_of
 
-MARK = "\ue000"  # a character that no text has
-# Around what the `generation` tag encloses, while spans are looked for
+MARK = "\ue000"  # a character that does not occur in text
+# Marks around the `generation` tag's contents while spans are computed.
 GENERATED, GENERATED_END = ("\ue001", "\ue002")
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers knows them
-Span = tuple[int, int]  # first character, and the one behind the last
+Span = tuple[int, int]  # first character, and the one after the last
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,12 @@ class ChatTemplate:
         self._takes_json, self._needs_none = False, False
         self._takes_parts = self._needs_parts()
         self._takes_json = self._needs_json()
-        if not self._takes_calls(1):  # some look for calls only where there is no content
+        if not self._takes_calls(1):  # some templates render calls only without content
             self._needs_none = True
             self._takes_json = self._needs_json()
             self._needs_none = self._takes_calls(1)
         self.most_calls = 1 if self._takes_calls(1) and not self._takes_calls(2) else None
-        # Places of messages whose content was seen to be rendered
+        # Positions of messages whose content is known to be rendered.
         self._shown: set[tuple[Any, ...]] = set()
 
     # ------------------------------------------------------------------------------------------------- rendering
@@ -159,7 +159,7 @@ class ChatTemplate:
         """Return False if a marker in place of message i does not reach the text."""
         try:
             return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
-        except ValueError:  # it reads the content: it is not left out
+        except ValueError:  # it reads the content, so it does not omit it
             return True
 
     def _render_raw(self, messages: list[Message], args: dict[str, Any]) -> str:
@@ -181,7 +181,7 @@ class ChatTemplate:
                     "messages": messages,
                 }
             )
-        except Exception as error:  # a template is a program of its own: it may raise anything
+        except Exception as error:  # templates are programs and may raise anything
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def _needs_parts(self) -> bool:
@@ -235,7 +235,7 @@ class ChatTemplate:
                 )
             except ValueError:
                 continue
-            # Neither left out nor written as Python writes a dict
+            # Neither omitted nor printed as a Python dict.
             if MARK in text and f"'{MARK}'" not in text:
                 return takes_json
         return False
@@ -251,7 +251,7 @@ class ChatTemplate:
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
         answering = {"add_generation_prompt": False, **template_args}
-        # Those before are in the tokens already
+        # Earlier messages are in the tokens already.
         whole = self._render_checked(messages, asking, covered)
         asked = self._render_raw(messages[: covered - 1], asking)
         answered = self._render_raw(messages[:covered], answering)
@@ -337,7 +337,7 @@ class ChatTemplate:
         prompt = self._render_raw(before, asking) if i or is_answer else ""
         answered = self._render_raw(messages[: i + 1], args)
         start = len(prompt)
-        # The prompt begins what the answer does not have, as an open <think>
+        # The prompt begins with text that the answer lacks, such as an open <think>.
         if not answered.startswith(prompt):
             start = _common_length(prompt, answered)
             marked = self._render_raw([*before, {**messages[i], "content": MARK}], args)
@@ -348,7 +348,7 @@ class ChatTemplate:
                 raise ValueError(
                     f"the chat template writes what is before message {i} differently with its answer"
                 )
-        # The line break after a turn is not the model's
+        # The line break after a turn is not generated.
         return answered, (start, len(answered.rstrip()))
 
 

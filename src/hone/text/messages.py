@@ -12,7 +12,7 @@ from typing import Any
 
 from hone.records import Message
 
-# Types of parts that have text, and the key that holds it.
+# Types of parts with text, and the key that holds it.
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 
@@ -121,7 +121,7 @@ def _read_arguments(arguments: Any) -> Any:
     try:
         return json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        return arguments  # the template writes it as it is
+        return arguments  # the template prints it as it is
 
 
 def drop_nulls(value: Any) -> Any:

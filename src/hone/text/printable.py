@@ -2,7 +2,7 @@
 
 import re
 
-# Control characters but tab and line break, and those that change the direction or the lines of a text.
+# Control characters except tab and line break, and characters that change direction or lines.
 ACTING = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
 
 

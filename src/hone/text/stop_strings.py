@@ -18,7 +18,8 @@ class StopStrings:
     ) -> None:
         self.decode, self.strings, self.decode_first = decode, strings, decode_first or decode
         self.checked = 0
-        # A token has at least one character or is part of one, so a string begins within so many tokens.
+        # Each token contributes a character or part of one, so a string begins within this many
+        # tokens.
         self.reach = 4 * max(map(len, strings)) + 4
 
     def __call__(self, ids: list[int]) -> int | None:

@@ -20,10 +20,8 @@ from hone.text.stop_strings import StopStrings
 from hone.text.tokenizer import Tokenizer
 from hone.text.tool_calls import CallFormat
 
-SPACE = (
-    "\\n? {0,16}"  # between the parts of JSON: what is written by hand, and no more without an end
-)
-# By Python, in templates
+SPACE = "\\n? {0,16}"  # between parts of JSON: enough for readable output, but bounded
+# Python, as templates call it.
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Kind = Literal["json", "regex", "choice", "grammar"]
 
@@ -79,7 +77,7 @@ class Following:
         self.tokens = _get_vocabulary(tokenizer)
         self.matcher = _import_llguidance().LLMatcher(self.tokens, form.to_grammar(), log_level=0)
         self.read, self.failure = 0, ""
-        self.may: NDArray[np.bool_] | None = None  # after as many tokens as were read
+        self.may: NDArray[np.bool_] | None = None  # allowed tokens after those that were read
         if self.matcher.is_error():
             first = next(line for line in self.matcher.get_error().splitlines() if line.strip())
             raise ValueError(f"the {form.kind} that answers are to follow: {first.strip()}")
@@ -100,7 +98,7 @@ class Following:
         self.read = len(ids)
         may = self.may = np.zeros(self.vocabulary, dtype=bool)
         packed = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        # The form is beyond what llguidance follows: whoever asked is told
+        # The format is beyond llguidance: report it.
         if self.matcher.is_error():
             self.failure = self.failure or self.matcher.get_error().strip().splitlines()[0]
             may[self.stops] = True
@@ -304,7 +302,7 @@ def _build_lark_rule(
                 if part.tag in call_format.tags
                 else json.dumps(part.tag)
             )
-            if tag.startswith("<"):  # a token of its own, which no text has
+            if tag.startswith("<"):  # a special token, which does not occur in text
                 more.append(f"{name}: /(?s:.*)/ {' '.join([tag, json.dumps(part.after)])}")
             else:
                 more.append(

@@ -29,12 +29,12 @@ from hone.text.model_text import (
 from hone.text.tool_calls import opens_thought, parse_tool_calls
 
 log = logging.getLogger("hone.text")
-# No threads of its own, and no warnings after a fork
+# No threads of its own, and no warnings after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-BEFORE = "\x01"  # stands before a text that goes on from tokens; it is a token of its own
-LONG_TEXT = 4096  # characters from which on a text is encoded without Python's lock
-CONTEXT = 8  # tokens before others that can change what these are as text
-PROMPT_END = 16  # tokens of a prompt in which an opened thought is looked for
+BEFORE = "\x01"  # a separator before text that continues tokens; it is a token of its own
+LONG_TEXT = 4096  # characters from which a text is encoded without the GIL
+CONTEXT = 8  # preceding tokens that can change the text of the next ones
+PROMPT_END = 16  # last tokens of a prompt that are searched for an open thought
 
 
 def leading_tokens(text: str, added: Collection[str]) -> list[str]:
@@ -83,11 +83,11 @@ class Tokenizer:
         self._special = special = {number for number, token in added.items() if token.special}
         kept = self.template.call_format.tags if self.template else ()
         tags = {number for number in special if added[number].content in kept}
-        # Without special tokens; None: as the library does
+        # Without special tokens; None: the library's default.
         self._dropped = special - tags if tags else None
-        self.kept: dict[Any, Any] = {}  # what servers know of its tokens
+        self.kept: dict[Any, Any] = {}  # caches of servers, by purpose
         self._chat_cache: OrderedDict[str, list[int]] = OrderedDict()
-        self._beyond: dict[int, str] = {}  # tokens that the model has no embedding for
+        self._beyond: dict[int, str] = {}  # tokens without an embedding in the model
 
     def fit_vocabulary(self, vocab_size: int) -> None:
         """Set the model's number of tokens; text with other tokens is refused.
@@ -166,7 +166,7 @@ class Tokenizer:
 
         Long texts are encoded without the GIL. Raises ValueError for invalid Unicode.
         """
-        text.encode()  # lone surrogates, as JSON can carry them, end here
+        text.encode()  # refuses lone surrogates, which JSON can carry
         if len(text) < LONG_TEXT:
             encoding = self.encoder.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -231,7 +231,7 @@ class Tokenizer:
             text = template.render_continuation(messages, covered, **args)
             if text is not None:
                 return before + self._encode_after(before, text)
-        key = repr((messages, args))  # a tenth of the time that JSON takes
+        key = repr((messages, args))  # ten times faster than JSON
         ids = self._chat_cache.get(key)
         if ids is None:
             ids = self.encode(
@@ -246,9 +246,9 @@ class Tokenizer:
         """Return the ids of a continuation, without an end-of-turn mark that was already sampled."""
         last = self.token_texts.bytes_of(before[-1]).decode(errors="replace")
         is_ended = before[-1] in self._added and text.lstrip().startswith(last)
-        if is_ended:  # encoded with it: tokenizers look at what stands before a text
+        if is_ended:  # encoded with it, since tokenizers look at the preceding text
             return self.encode(text.lstrip())[1:]
-        if self.token_texts.has_spaces:  # which would put a space before a text that stands alone
+        if self.token_texts.has_spaces:  # otherwise it would put a space before a separate text
             start, whole = self.encode(BEFORE), self.encode(BEFORE + text)
             if whole[: len(start)] == start:
                 return whole[len(start) :]

@@ -100,7 +100,7 @@ def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -
         limit = len(text) if first_call < 0 else first_call
         if 0 <= begun < limit:
             at, is_open = begun_end, True
-        elif 0 <= closed < limit:  # of a thought that the prompt opened
+        elif 0 <= closed < limit:  # closes a thought that the prompt opened
             at = closed_end
         else:
             return at

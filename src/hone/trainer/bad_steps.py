@@ -16,7 +16,7 @@ from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import local_part
 
-SHOWN = 8  # sequences that are written down
+SHOWN = 8  # sequences that are written
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def handle_bad_step(
     """
     count, on_bad_step, directory = sequences.count, policy.on_bad_step, policy.directory
     norms = []
-    # Every rank has the whole batch; where they share the model, all go through it
+    # Every rank has the whole batch; ranks that share a model process all of it.
     for i in range(count):
         optimizer.clear_gradients()
         if ranks.is_first or optimizer.is_sharded:
@@ -66,7 +66,7 @@ def handle_bad_step(
             )
     optimizer.clear_gradients()
     if not ranks.is_first:
-        ranks.barrier()  # until the first has written: a process that ends takes the others with it
+        ranks.barrier()  # until the first has written: an exiting process takes the others with it
         if on_bad_step == "stop":
             raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
         return

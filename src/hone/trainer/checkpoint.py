@@ -47,11 +47,11 @@ class Checkpoints:
         self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks
     ) -> None:
         self.run, self.optimizer, self.policy, self.ranks = run, optimizer, policy, ranks
-        self._group: Any = None  # of messages between the ranks' writers, beside those of training
+        self._group: Any = None  # group for messages between the ranks' writers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._last = time.monotonic()  # when the last one was begun, or the run
-        self._due: tuple[int, bool] = 0, False  # whether one is due by time after that step
+        self._last = time.monotonic()  # start of the last checkpoint, or of the run
+        self._due: tuple[int, bool] = 0, False  # step, and if a checkpoint is due by time after it
 
     def leave_run(
         self,
@@ -123,10 +123,11 @@ class Checkpoints:
         if self._group is None and self.ranks.count > 1:
             self._group = torch.distributed.new_group(backend="gloo")
         expect_to_be_alone()
-        # What it writes is on the CPU by then: nothing to copy ahead, so that its thread leaves the device alone.
+        # The data is on the CPU by then; without copy-ahead the writing thread leaves the device
+        # alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
         state, written = self.optimizer.state_tensors(), None
-        # A copy would take as much of the machine's memory again: training waits
+        # A copy would double the host memory, so training waits.
         if self.optimizer.is_away:
             save(state, storage_writer=writer, process_group=self._group)
         else:
@@ -173,7 +174,7 @@ class Checkpoints:
         for path in (*(partial / name for name in files), partial / HEADER):
             with path.open("rb") as file:
                 os.fsync(file.fileno())
-        # Of a run that had gone further before it was resumed
+        # Left by a run that had gone further before it was resumed.
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
         found = steps_in(self.run.checkpoints)
@@ -246,7 +247,7 @@ def restore_checkpoint(
     """
     ranks = ranks or Ranks()
     at = len(sources)
-    if ranks.is_first:  # the others need not read everything to know
+    if ranks.is_first:  # other ranks need not verify it
         at = next((i for i, source in enumerate(sources) if is_whole(source)), len(sources))
     device = optimizer.parameters[0].device
     at = ranks.all_reduce_max(at if ranks.is_first else 0, device)

@@ -43,18 +43,14 @@ class Tokens:
     trainer_logprobs: Tensor
     sampler_logprobs: Tensor
     advantage: Tensor
-    log_ratio: (
-        Tensor  # trainer - sampler; with ratio_type "sequence" the mean over the token's sequence
-    )
+    log_ratio: Tensor  # trainer - sampler; with ratio_type "sequence" its mean over the sequence
     entropy: Tensor
-    sequence: Tensor  # int64, which sequence each token is of
-    reference_logprobs: Tensor | None = (
-        None  # of the model that training started from, where needed
-    )
-    teacher_logprobs: Tensor | None = None  # where the samples have them
+    sequence: Tensor  # int64, number of the token's sequence
+    reference_logprobs: Tensor | None = None  # of the initial model, if needed
+    teacher_logprobs: Tensor | None = None  # if the samples have them
 
 
-# A loss a token, and which tokens have one (the others are dropped or clipped)
+# A loss per token, and which tokens have one (others are dropped or clipped).
 Term = tuple[Tensor, Tensor]
 
 
@@ -65,7 +61,7 @@ def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: fl
     keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (
         t.log_ratio <= _log_bound(mask_ratio_high)
     )
-    # Masked before the exponential: where a dropped ratio overflows, even 0 x its gradient would be NaN.
+    # Masked before the exponential: an overflowing ratio times 0 would still give NaN gradients.
     kept = torch.where(keep, t.log_ratio, 0.0)
     return torch.where(keep, -kept.exp() * t.advantage + kl_tau * kept, 0.0), keep
 
@@ -172,7 +168,7 @@ class PolicyLoss:
 
     total: Tensor
     mismatch_kl: Tensor  # r - log r - 1 (k3, Schulman 2020)
-    is_masked: Tensor  # 1.0 where a token was dropped or clipped
+    is_masked: Tensor  # 1.0 for dropped or clipped tokens
     ratio: Tensor
     reference_kl: Tensor | None  # k3 of the trainer against the reference
 
@@ -218,7 +214,7 @@ def policy_loss(
         reference_kl_N = reference_kl_N.detach()
     if config.entropy_weight:
         loss_N = loss_N - config.entropy_weight * entropy_N
-    # For the records, in fp64: near r = 1 the mismatch is far below what fp32 tells from 0.
+    # Metrics are computed in fp64: near r = 1 the mismatch is below fp32's resolution.
     log_ratio = log_ratio_N.detach().double().clamp(-20.0, 20.0)
     mismatch_kl = torch.expm1(log_ratio) - log_ratio
     total = (loss_N * weight_N).sum()

@@ -15,13 +15,13 @@ from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.models.spec import ModelSpec
 
-SLACK = 1.03  # of activations; measured 1.01 to 1.03
-FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # of a micro-batch by default
-SHARE = 5  # the fifth part of a GPU's memory that more than FEW_TOKENS may take
-MUON_BLOCKS = 4  # of four matrices each, which muon.AT_ONCE are
-# Weights whose state in the machine's memory is on the device at a time (kernels/pinned_memory.py)
+SLACK = 1.03  # factor for activations; measured 1.01 to 1.03
+FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # per micro-batch by default
+SHARE = 5  # one over the share of GPU memory that more than FEW_TOKENS may take
+MUON_BLOCKS = 4  # blocks per Muon step, of four matrices each (muon.AT_ONCE)
+# Weights whose offloaded state is on the device at a time (kernels/pinned_memory.py).
 AT_ONCE = 2**25
-CHUNK = 2**30  # bytes of the logits that are there at a time, in fp32 (kernels/head.py)
+CHUNK = 2**30  # bytes of logits at a time, in fp32 (kernels/head.py)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Estimate:
     gradients: int
     activations: int
     logits: int
-    host: int = 0  # of the machine's memory, beside the device's
+    host: int = 0  # bytes of host memory
 
     @property
     def step_bytes(self) -> int:
@@ -74,15 +74,15 @@ def estimate_step(
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
     in_fp32 = 4 * trained if itemsize < 4 else 0
-    # The head's gradient adds up over parts
+    # The head's gradient is summed over parts.
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
-    # One moment, not two
+    # Muon has one moment, not two.
     by_muon = trained - spec.vocab_size * spec.hidden_size if optim.type == "muon" else 0
-    # Matrices that Muon moves together
+    # Weights that Muon updates together.
     at_once = int(by_muon * min(1.0, MUON_BLOCKS / spec.num_hidden_layers))
-    # AdamW's
+    # AdamW's buffers.
     rooms = min(trained - by_muon, AT_ONCE) * (4 * (itemsize < 4) + 2 * optim.moment_bytes)
-    # Masters and moments that come to the device meanwhile
+    # Masters and moments brought to the device.
     brought = 8 * at_once + rooms if optim.offload else 0
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(

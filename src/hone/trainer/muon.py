@@ -17,9 +17,7 @@ from hone.kernels.orthogonal import orthogonal
 from hone.trainer.sharding import as_part_of, gather_whole, local_part, part_of
 
 MOMENTUM = 0.95
-AT_ONCE = (
-    16  # parameters that are given to a step together, since their updates are in memory together
-)
+AT_ONCE = 16  # parameters per step, since their updates are in memory together
 
 
 def step_muon(

@@ -78,7 +78,8 @@ class Optimizer:
         if is_half:
             self.masters = [self._new_state(p, torch.float32, p) for p in self.parameters]
         self._allocate_moments()
-        # torch's kernel keeps moments in fp32 and leaves half-precision weights to be rounded in a pass of their own.
+        # torch's kernel keeps moments in fp32 and needs a separate pass to round half-precision
+        # weights.
         is_short = config.state_dtype == "bfloat16"
         has_kernel = is_half and adamw.takes(local_part(self.masters[0]))
         self.is_own = is_short or self.is_away or has_kernel
@@ -145,7 +146,7 @@ class Optimizer:
     def accumulate_gradients(self) -> None:
         """Add a micro-batch's gradients to fp32 sums, where half precision would round."""
         if self.masters is self.parameters:
-            return  # summed where they are
+            return  # summed in place
         grads = self.local_gradients()
         if self._sums is None:
             self._sums = _to_float32(grads)
@@ -177,7 +178,7 @@ class Optimizer:
         self.clear_gradients()
         if not self.is_own:
             self.follow_masters()
-        # The fused kernels leave them uncounted
+        # The fused kernels do not count changes.
         torch.autograd.graph.increment_version(self.parameters)
         return norm
 
@@ -257,7 +258,7 @@ class Optimizer:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return everything that a resume needs, by name."""
         if self.is_away:
-            torch.cuda.synchronize(self.device)  # the CPU will read what the GPU writes
+            torch.cuda.synchronize(self.device)  # the CPU is about to read what the GPU writes
         kinds = {
             "master": self.masters,
             "exp_avg": self.exp_avg,

@@ -41,11 +41,11 @@ class Packed:
     attention: PackedAttention
     tokens_T: Tensor
     keep_K: Tensor  # the rows of T that predict a target, each once
-    row_N: Tensor | None  # which kept row predicts each target; None where they are one to one
+    row_N: Tensor | None  # kept row that predicts each target; None if they correspond one to one
     targets_N: Tensor
-    sequence_N: Tensor  # which sequence each target belongs to
-    source_T: np.ndarray  # where in all sequences, end to end, each input token is from
-    source_N: np.ndarray  # the same of each target
+    sequence_N: Tensor  # sequence number of each target
+    source_T: np.ndarray  # index of each input token in all sequences end to end
+    source_N: np.ndarray  # likewise of each target
 
     def target_hidden(self, model: Transformer) -> Tensor:
         """Return hidden states that predict the targets, N x D; the last block computes no others."""
@@ -54,7 +54,7 @@ class Packed:
         )
         if self.row_N is None:
             return hidden_KD
-        # Its gradient adds up in one order, index_select's on a GPU does not
+        # Its gradient is summed in a fixed order; index_select's on a GPU is not.
         return F.embedding(self.row_N, hidden_KD)
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
@@ -130,10 +130,10 @@ def pack_shared(
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
-    # Tokens that another has laid down, and who
+    # Tokens that an earlier sequence has computed, and which one.
     shared, leader = (np.zeros_like(lengths), np.arange(len(lengths)))
     prompts: list[int] = []
-    completions: list[list[int]] = []  # input tokens beyond the prompt
+    completions: list[list[int]] = []  # input tokens after the prompt
     for prompt, run in groupby(range(len(ids)), key=lambda i: prompt_of(ids[i], masks[i])):
         first, *others = run
         if others:
@@ -144,7 +144,7 @@ def pack_shared(
             prompts.append(len(ids[first]) - 1)
             completions.append([])
     if max(map(max, filter(None, completions)), default=0) == 0:
-        # Nothing is shared, or nothing but prompts goes in
+        # Nothing is shared, or only prompts remain.
         return pack_sequences(ids, masks, device)
     sequence = np.repeat(np.arange(len(lengths)), lengths)
     at = np.arange(len(sequence)) - starts[sequence]
@@ -179,7 +179,7 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
     def split_by_budget(budget: int) -> list[list[int]]:
         groups: list[list[int]] = []
-        room: list[tuple[int, int]] = []  # of each micro-batch, sorted
+        room: list[tuple[int, int]] = []  # free tokens of each micro-batch, sorted
         for i in longest_first:
             at = bisect.bisect_left(room, (lengths[i], -1))
             if at == len(room):

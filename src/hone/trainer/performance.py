@@ -44,9 +44,9 @@ class Laps:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for the next step; returning it costs thousands of page faults."""
     if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # absent from other C libraries
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc only
         if mallopt is not None:
-            mallopt(-4, 0)  # M_MMAP_MAX: no mapping of its own for a large tensor
+            mallopt(-4, 0)  # M_MMAP_MAX: no separate mapping for large tensors
             mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: do not shrink the heap
 
 
@@ -72,7 +72,7 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-WARM_UP = 3  # steps before those that are measured
+WARM_UP = 3  # steps before measurement
 
 
 def print_bench(

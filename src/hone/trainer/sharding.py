@@ -35,15 +35,15 @@ def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
     dtype = model.embed.weight.dtype
     mesh = init_device_mesh(device.type, (ranks.count,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # The optimiser's fp32 masters; what adapters keep beside stays in its dtype
+    # The optimizer's fp32 masters; values beside adapters keep their dtype.
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    # The last one is what the blocks left: embedding, final norm, head
+    # The last part is what the blocks left: embedding, final norm, head.
     for part in (*model.blocks, model):
         fully_shard(part, mesh=mesh, mp_policy=policy)
-        # Losses are shares of the whole batch's: a sum is wanted, not a mean
+        # Losses are shares of the whole batch's, so gradients are summed, not averaged.
         part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)  # Gloo knows no other
+        part.set_force_sum_reduction_for_comms(True)  # Gloo supports only sums
 
 
 def is_sharded(model: Transformer) -> bool:
@@ -161,5 +161,5 @@ class Export:
         write_adapter(tensors, self.lora_config, self.model.spec, base, directory)
 
     def _reshard_model(self) -> None:
-        if is_sharded(self.model):  # a forward without gradients leaves the last part whole
+        if is_sharded(self.model):  # a forward pass without gradients leaves the last part gathered
             self.model.reshard()  # type: ignore[operator]

@@ -43,7 +43,8 @@ def write_state(
 ) -> None:
     """Write trainer_state.json as transformers' TrainerState reads it."""
     rows: dict[int, dict[str, Any]] = {}
-    for row in [*read_rows(metrics), {**values, "step": step}]:  # an evaluation is a row of its own
+    # Evaluations have rows of their own.
+    for row in [*read_rows(metrics), {**values, "step": step}]:
         if 0 < row["step"] <= step:
             rows.setdefault(row["step"], {}).update(row)
     history = [trainer_names(rows[number]) | {"step": number} for number in sorted(rows)]

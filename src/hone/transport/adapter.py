@@ -12,14 +12,14 @@ from hone.models.lora import merge_adapter
 from hone.transport.delivery import Message
 from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, ignore_arrivals
 
-BASE = "base"  # beside the versions
+BASE = "base"  # directory beside the versions
 
 
 class AdapterSender(Sender):
     takes = "adapter"
 
     def __init__(self, write: Callable[[Tensors, Path], None]) -> None:
-        self.write = write  # an adapter's tensors as peft's files
+        self.write = write  # writes an adapter's tensors as peft files
 
     @property
     def delivery_message(self) -> Message:

@@ -87,7 +87,7 @@ class FileBatches(Batches):
         )
 
     def acknowledge(self, step: int) -> None:
-        (self._steps.path_of(step) / BATCH).unlink(missing_ok=True)  # the rollouts beside it stay
+        (self._steps.path_of(step) / BATCH).unlink(missing_ok=True)  # the rollouts stay
 
 
 def read_batch(file: Path, run: str) -> Batch | None:

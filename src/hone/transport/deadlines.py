@@ -13,7 +13,9 @@ from hone import machine
 
 T = TypeVar("T")
 BEAT, REMIND, POLL = 0.5, 30.0, 0.004  # seconds
-DEATH = 120.0  # seconds of silence after which nobody is expected back: a machine that slept has woken by then
+# Seconds of silence after which a process does not come back: a suspended machine has woken by
+# then.
+DEATH = 120.0
 
 
 class Beside:
@@ -117,7 +119,7 @@ class Watch(Beside):
                         self.log.info("The %s is back", who)
                     heard.add(who)
                     missed.discard(who)
-                elif not pulse.path.exists():  # it has ended, and says so
+                elif not pulse.path.exists():  # it has ended normally
                     heard.discard(who)
                 elif who in heard and who not in missed:
                     missed.add(who)

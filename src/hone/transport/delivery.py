@@ -14,10 +14,10 @@ from pathlib import Path
 
 from hone.run_directory import steps_in
 
-# To a receiver of weights: plain data; `type` says which receiver it is for
+# Message to a receiver: plain data; `type` selects the receiver.
 Message = dict[str, str]
 DELIVERY, STABLE = "delivery.json", "STABLE"
-TEXT = "text"  # tokenizer and template of all versions, beside them
+TEXT = "text"  # directory with tokenizer and template of all versions
 
 
 class Superseded(Exception):
@@ -49,12 +49,12 @@ class Delivery:
     fingerprints: dict[str, str] = field(default_factory=dict)
     transport: dict[str, str] = field(default_factory=dict)
     bytes: int = 0
-    seconds: float = 0.0  # that sending took
+    seconds: float = 0.0  # duration of sending
 
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
     """Write the last files of a version's directory, which is about to appear."""
-    # It may have a secret
+    # The message may contain a secret.
     descriptor = os.open(directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
         file.write(json.dumps(asdict(delivery)) + "\n")

@@ -22,11 +22,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes, as torch's own allocations have
+ALIGNMENT = 256  # bytes, like torch's allocations
 BOOT = Path("/proc/sys/kernel/random/boot_id")
-NONE = -1  # version of contents that are none
+NONE = -1  # version of invalid contents
 LOOK = 0.0005  # seconds between attempts to lock a stamp
-Layout = list[tuple[str, str, list[int], int]]  # of each tensor its name, dtype, shape, first byte
+Layout = list[tuple[str, str, list[int], int]]  # name, dtype, shape and first byte of each tensor
 
 
 def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Layout, int]:
@@ -71,7 +71,7 @@ def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
     Raises RuntimeError if it cannot be reached.
     """
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
-    handle[-1] = False  # not to wait for the owner's work on its GPU
+    handle[-1] = False  # do not wait for the owner's GPU work
     with torch.cuda.device(device):
         storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *handle)
         return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)

@@ -49,16 +49,16 @@ from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, 
 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
-# Of one transfer; until the other side is there
+# Seconds per transfer; until the peer connects.
 TIMEOUT, CONNECT = (timedelta(seconds=120), timedelta(seconds=10))
-# That the sender waits for somebody to ask before it waits again; torch warns of each
+# Seconds that the sender waits for a request before it waits again; torch warns each time.
 IDLE = timedelta(days=20)
-COPIED = 20.0  # seconds in which a server of the same machine has to copy the weights
+COPIED = 20.0  # seconds in which a server of this machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 DIGEST = 64  # characters of a signature
-SEND, SHOW, TAKEN = "send", "show", "taken"  # what a server asks for, or says
-LOOK = 0.003  # seconds between looks at who has taken a version
-PORTION = 2**27  # bytes of one transfer, about, and of each of two rooms that they arrive in
+SEND, SHOW, TAKEN = "send", "show", "taken"  # requests of a server
+LOOK = 0.003  # seconds between checks of who has loaded a version
+PORTION = 2**27  # bytes per transfer, about, and of each of the two buffers
 
 
 class Secret:
@@ -97,9 +97,9 @@ class NetworkSender(Sender):
         self.host, self.log = host, log
         self.secret = Secret(secrets.token_bytes(32))
         self._snapshot: Owned | None = None
-        self._stamp = Stamp()  # which version that is
+        self._stamp = Stamp()  # the version of the snapshot
         self._lock = threading.Lock()
-        self._taken: dict[str, int] = {}  # the newest version that each server has
+        self._taken: dict[str, int] = {}  # newest version of each server
         self._pairs: dict[str, Any] = {}
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve_requests, name="sender", daemon=True)
@@ -112,7 +112,7 @@ class NetworkSender(Sender):
                 f"weight_broadcast.host {self.host}: cannot be listened on: {error.strerror}"
             ) from None
         self.source = f"{self.host}:{sock.getsockname()[1]}"
-        # The store would listen everywhere: it is given a socket that does not.
+        # The store would listen on all addresses; it gets a bound socket.
         self._store = distributed.TCPStore(
             self.host,
             sock.getsockname()[1],
@@ -126,17 +126,17 @@ class NetworkSender(Sender):
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
-        # Whoever reads the snapshot has it before it is gone
+        # Readers finish before the snapshot is gone.
         with self._stamp.change_version(NONE, COPIED):
             pass
         port = int(self.source.rpartition(":")[2])
-        # It wakes up
+        # Wakes the thread.
         distributed.TCPStore(self.host, port, is_master=False, timeout=CONNECT).queue_push(
             self.secret.key_name("asks"), ""
         )
         self._thread.join(5.0)
         for group in self._pairs.values():
-            group.abort()  # without the other side, which may be gone
+            group.abort()  # without the peer, which may be gone
 
     @property
     def delivery_message(self) -> Message:
@@ -164,7 +164,8 @@ class NetworkSender(Sender):
                     [self._snapshot.tensors[name] for name in tensors], list(tensors.values())
                 )
                 if self._snapshot.memory.is_cuda:
-                    torch.cuda.current_stream().synchronize()  # others have streams of their own
+                    # Other transfers have their own streams.
+                    torch.cuda.current_stream().synchronize()
         return sum(one.numel() * one.element_size() for one in tensors.values())
 
     def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:
@@ -181,8 +182,8 @@ class NetworkSender(Sender):
     def _serve_requests(self) -> None:
         while True:
             try:
-                said = self._store.queue_pop(self.secret.key_name("asks"))  # waits for one
-            except distributed.DistStoreError:  # nobody has
+                said = self._store.queue_pop(self.secret.key_name("asks"))  # waits for a request
+            except distributed.DistStoreError:  # no request came
                 continue
             if self._is_over.is_set():
                 return
@@ -194,7 +195,9 @@ class NetworkSender(Sender):
                 continue
             try:
                 self._answer_request(**asked | {"name": name, "version": version})
-            except Exception as error:  # it died, or the line did; it will ask again
+            except (
+                Exception
+            ) as error:  # the server died or the connection failed; it will ask again
                 self.log.warning(
                     "Version %d did not reach server %s: %s", asked["version"], asked["name"], error
                 )
@@ -277,7 +280,7 @@ class _Shown:
     def _start_copy(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
         """Start copying a part to a buffer."""
         now = torch.cuda.current_stream(room.device)
-        self._copy_stream.wait_stream(now)  # which has used the room
+        self._copy_stream.wait_stream(now)  # which has used the buffer
         with torch.cuda.stream(self._copy_stream):
             room.copy_(self.memory[part], non_blocking=True)
         return partial(now.wait_event, self._copy_stream.record_event())
@@ -293,7 +296,7 @@ class _Trainer:
     secret: Secret
     pair: Any = None
     shown: _Shown | None = None
-    is_out_of_reach: bool = False  # its memory, for a process on the same machine
+    is_out_of_reach: bool = False  # the memory cannot be mapped on this machine
 
 
 class NetworkReceiver(Receiver):
@@ -301,7 +304,7 @@ class NetworkReceiver(Receiver):
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
-        self._trainer: _Trainer | None = None  # of the present run
+        self._trainer: _Trainer | None = None  # of the current run
         self._arrivals: _Arrivals | None = None
         self._asked = 0
 
@@ -342,7 +345,7 @@ class NetworkReceiver(Receiver):
             with shown.stamp.hold_version(TIMEOUT.total_seconds()) as newest:
                 unless_superseded(version, newest)
                 shown.copy_weights(self._arrivals, arrived)
-            # It is here, whether the trainer gets to know that or not
+            # The weights are here, even if the trainer does not learn of it.
             with suppress(distributed.DistError):
                 self._send_request(trainer, TAKEN, version)
         except (RuntimeError, OSError, distributed.DistError) as error:
@@ -384,7 +387,7 @@ class NetworkReceiver(Receiver):
                 trainer.shown = _Shown(words, trainer.device)
             except (RuntimeError, OSError) as error:
                 if message.get("gpu") == gpu_of(trainer.device):
-                    raise  # NCCL has no pair of processes on one GPU
+                    raise  # NCCL supports no pair of processes on one GPU
                 trainer.is_out_of_reach = True
                 why = str(error).splitlines()[0]
                 log.info(
@@ -486,5 +489,5 @@ def create_pair(store: Any, name: str, rank: int, device: torch.device) -> Any:
         options = distributed.ProcessGroupNCCL.Options()
         options._timeout = TIMEOUT
         return distributed.ProcessGroupNCCL(named, rank, 2, options)
-    # Else one that is gone keeps others waiting
+    # Otherwise one that is gone blocks others.
     return distributed.ProcessGroupGloo(named, rank, 2, CONNECT)

@@ -40,12 +40,12 @@ class Trained:
             "is_masked": self.is_masked,
         }
         save_file(arrays, partial)
-        # Safetensors writes files that nobody else may read
+        # safetensors writes files that only their owner can read.
         partial.chmod(directory.stat().st_mode & 0o666)
         partial.replace(file)
 
 
-# Of the samples of a rollout, in their order
+# The samples of a rollout, in order.
 Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]
 
 

@@ -26,7 +26,7 @@ from hone.environments.environment import ModelClient
 from hone.http_limits import bounded_config
 from hone.records import ContextFull, Sampling, Turn
 
-# Keys that would change what is sampled, with the values that ask for nothing; how to draw is the run's affair.
+# Keys that would change sampling, with their neutral values; the run decides how to sample.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "stop": ([], ""),
@@ -55,7 +55,7 @@ class Visit:
 
 class _Server(uvicorn.Server):
     def capture_signals(self) -> Any:
-        return contextlib.nullcontext()  # signals are the program's
+        return contextlib.nullcontext()  # the program handles signals
 
 
 class Door:

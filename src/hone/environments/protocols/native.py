@@ -48,7 +48,7 @@ def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Env
         with CONTAINED:
             made = loader(**arguments)
     except ValueError:
-        raise  # in its own words
+        raise  # its own message
     except Exception as error:
         where = traceback.extract_tb((error.__cause__ or error).__traceback__)[-1]
         raise ValueError(

@@ -25,7 +25,7 @@ from hone.records import Example, Message, Rollout, Sampling
 
 RANGE = ">=0.1.9,<0.4"
 SCRIPT = Path(__file__).with_name("verifiers_worker.py")
-START = 300.0  # seconds that importing the library and loading the data may take
+START = 300.0  # seconds to import the library and load the data
 
 
 def isolated_place(name: str) -> Path:
@@ -97,7 +97,7 @@ class Foreign(Environment):
         self._kept = [one for one in kept if one is not None]
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
-        # A web server: not needed by Hone's own environments
+        # Imported late: a web server that Hone's own environments do not need.
         from hone.environments.protocols.door import Door
 
         self.workers = [

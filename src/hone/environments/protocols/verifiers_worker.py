@@ -17,7 +17,7 @@ import sys
 import threading
 
 LOWEST, BELOW = (0, 1, 9), (0, 4)
-KEPT = 16384  # states of rollouts whose group is not complete
+KEPT = 16384  # states kept for incomplete groups
 
 
 def read_version():
@@ -43,7 +43,7 @@ def load_environment(name, arguments):
 
     found = read_version()
     environment = verifiers.load_environment(name, **arguments)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one sets a handler of its own
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one installs its own handler
     return environment, found
 
 
@@ -100,7 +100,7 @@ class VerifiersWorker:
         self.environment, self.found, self.send = environment, found, send
         self.running = {}
         self.in_groups = has_groups(environment, found)
-        self.kept, self.count = {}, 0  # states of rollouts that wait for the others of their group
+        self.kept, self.count = {}, 0  # states of rollouts whose group is incomplete
 
     def handle_line(self, line):
         message = json.loads(line)
@@ -120,9 +120,7 @@ class VerifiersWorker:
             self.send({"done": number, "result": await work})
         except asyncio.CancelledError:
             raise
-        except (
-            BaseException
-        ) as error:  # exit() too: it fails this rollout, not the others of this process
+        except BaseException as error:  # exit() too: it fails this rollout only
             self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
         finally:
             self.running.pop(number, None)
@@ -171,7 +169,7 @@ class VerifiersWorker:
         state = await self.environment.rollout(given, resolve_client(client), model, sampling)
         self.count += 1
         self.kept[self.count] = state
-        while len(self.kept) > KEPT:  # of groups that were given up
+        while len(self.kept) > KEPT:  # of abandoned groups
             del self.kept[next(iter(self.kept))]
         error = state.get("error")
         known = {key: state.get(key) for key in ("completion", "stop_condition")}
@@ -192,7 +190,7 @@ class VerifiersWorker:
 
 def main():
     name, arguments = sys.argv[1], json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
-    # What the environment prints goes to stderr, not between the messages
+    # Output of the environment goes to stderr, not between the messages.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     lines = queue.SimpleQueue()
@@ -205,11 +203,11 @@ def main():
 
     def read_lines():
         for line in sys.stdin:
-            if line.startswith('{"alive"'):  # whatever the environment is at, its loading too
+            if line.startswith('{"alive"'):  # answered even while the environment loads
                 send_message({"alive": -1})
             else:
                 lines.put(line)
-        os._exit(0)  # nobody is there any more
+        os._exit(0)  # the parent is gone
 
     is_asked = sys.argv[2:] != ["examples"]
     if is_asked:

@@ -26,9 +26,9 @@ from hone.text.stop_strings import cut_at_stop
 from hone.text.tokenizer import Tokenizer
 
 Choice = dict[str, Any]
-# The last three end a line for some who read a stream
+# Some stream readers treat the last three as ends of lines.
 ODD = ("NaN", "Infinity", "\x85", "\u2028", "\u2029")
-PLACE = uuid.uuid4().hex  # of which nobody outside knows the second half
+PLACE = uuid.uuid4().hex  # a placeholder whose second half is secret
 NUMBERS = itertools.count()
 
 
@@ -43,7 +43,7 @@ class Answer:
         self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
         self.skip = request.skip_special_tokens is not False
         self.has_form = request.has_form
-        self._written: dict[str, str] = {}  # what is JSON already, by what stands for it
+        self._written: dict[str, str] = {}  # JSON text by placeholder
         self._chunk_head = ""
         self.head = {
             "id": f"{self.prefix}-{PLACE[:16]}{next(NUMBERS):016x}",
@@ -100,7 +100,7 @@ class Answer:
     def completion_text(self, completion: Completion, index: int = 0) -> str:
         """Return the text of a completion up to a stop string."""
         request, ids = self.request, completion.ids
-        # The form is of what comes before
+        # The format applies to what comes before.
         if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:
             ids = ids[:-1]
         text = self.tokenizer.decode_after(self.context_tokens(index), ids, self.skip)
@@ -175,7 +175,7 @@ class ChatAnswer(Answer):
     ) -> None:
         super().__init__(request, [prompt_ids], tokenizer)
         self.chat, self.prompt = request, prompt
-        self._begun: set[int] = set()  # completions of which there were tokens
+        self._begun: set[int] = set()  # completions with tokens so far
 
     def build_envelope(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.prompts[0]} if self.request.return_token_ids else {}

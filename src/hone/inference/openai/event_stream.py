@@ -31,7 +31,7 @@ async def stream_answer(
         await events.aclose()
         listening.__exit__(type(error), error, None)
         raise
-    return EventStream(head, events, listening)  # which listens on
+    return EventStream(head, events, listening)  # which keeps listening
 
 
 async def _iterate_events(
@@ -85,7 +85,7 @@ async def _iterate_events(
     except Exception as error:
         if not begun:
             raise
-        # The engine failed: the client learns of it in the stream.
+        # The engine failed: the error goes into the stream.
         yield (
             _encode_event(
                 answer.encode_json(

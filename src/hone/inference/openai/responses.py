@@ -10,7 +10,7 @@ from hone.inference.openai.schema import ChatRequest, refuse_ignored
 from hone.records import Completion
 
 ABSENT: tuple[Any, ...] = (None, False, [], {}, "", "disabled")
-REFUSED = (  # keys that would change the answer, and that this server does nothing for
+REFUSED = (  # keys that would change the answer and are not supported
     "stream",
     "tools",
     "previous_response_id",

@@ -37,8 +37,8 @@ from hone.text.tokenizer import CONTEXT
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
-MOST = 4096  # completions of one request
-LONG = 32768  # characters of a request from which on a thread makes tokens of it: the loop serves others meanwhile
+MOST = 4096  # completions per request
+LONG = 32768  # characters from which a request is tokenized in a thread
 
 
 class Refusal(ValueError):
@@ -168,7 +168,7 @@ class OpenAIRoutes:
             check_forms(requests)
             return build_whole_response(answer, completions)
         except HungUp:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         except ValueError as error:
             return refuse_request(error)
 
@@ -202,7 +202,7 @@ class OpenAIRoutes:
             check_forms(requests)
             return build_whole_response(TextAnswer(body, prompts, tokenizer, echoed), done)
         except HungUp:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client is gone
         except ValueError as error:
             return refuse_request(error)
 
@@ -399,7 +399,7 @@ async def _score_prompts(
             if len(ids) > 1
             else ([], [])
         )
-        nothing: Any = None  # as OpenAI tells that there is none
+        nothing: Any = None  # OpenAI's value for a missing logprob
         return Completion(ids, [nothing, *own], [0] * len(ids), "", [[], *others])
 
     if not all(prompts):

@@ -22,9 +22,7 @@ from hone.records import Prompt, Sampling
 from hone.text.structured_outputs import Form, Kind
 
 NOTHING: tuple[Any, ...] = (None, False, [], {}, "")
-NEUTRAL: dict[
-    str, tuple[Any, ...]
-] = {  # what the engine cannot do, with the values that ask for nothing
+NEUTRAL: dict[str, tuple[Any, ...]] = {  # unsupported keys with their neutral values
     **dict.fromkeys(
         (
             "guided_decoding_backend",
@@ -171,8 +169,8 @@ def refuse_ignored(extra: dict[str, Any] | None) -> None:
 
 
 class StreamOptions(BaseModel):
-    include_usage: bool | None = None  # a last piece that has it
-    continuous_usage_stats: bool | None = None  # every piece has it
+    include_usage: bool | None = None  # in a last chunk
+    continuous_usage_stats: bool | None = None  # in every chunk
 
 
 class Request(BaseModel):
@@ -194,7 +192,7 @@ class Request(BaseModel):
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
-    timeout: float | None = Field(None, gt=0)  # seconds until it ends with what it has
+    timeout: float | None = Field(None, gt=0)  # seconds until it ends with the tokens it has
     n: int | None = Field(None, ge=1, le=1024)
     seed: int | None = None
     raw_logprobs: bool | None = None  # at temperature 1
@@ -300,24 +298,22 @@ class ToolChoice(BaseModel):
 class ChatRequest(Request):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
-    # Prompt and completion; cuts max_tokens to what that leaves
+    # Prompt and completion together; reduces max_tokens to what remains.
     max_total_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    return_routing: bool | None = None  # experts that the tokens went through (records.Completion)
-    request_name: str | None = None  # by which POST /progress knows it
+    return_routing: bool | None = None  # experts of the tokens (records.Completion)
+    request_name: str | None = None  # its name in POST /progress
     conversation_ids: list[int] | None = (
-        None  # of the first turns, kept unless the template rewrites their text
+        None  # token ids of the first turns, kept unless the template rewrites their text
     )
-    # So many of the messages: the last is the assistant's
+    # The number of messages they cover; the last is the assistant's.
     conversation_messages: int | None = Field(None, ge=1)
-    so_far: list[Written] | None = (
-        None  # of each of the n: what was written elsewhere, to go on from
-    )
+    so_far: list[Written] | None = None  # per choice: tokens generated elsewhere, to continue from
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    parallel_tool_calls: bool | None = None  # False: one call in an answer, at most
-    reasoning_effort: str | None = None  # as an argument of the template, for those that know it
+    parallel_tool_calls: bool | None = None  # False: at most one call per answer
+    reasoning_effort: str | None = None  # passed to templates that know it
     chat_template_kwargs: TemplateArguments | None = None
 
     @model_validator(mode="after")
@@ -399,14 +395,12 @@ class CompletionRequest(Request):
     """One or more texts or token id lists to continue."""
 
     prompt: str | list[str] | Ids | list[Ids]
-    # As OpenAI has it; 0 to see the prompt's logprobs, with echo
+    # As in OpenAI's API; 0 with echo returns the prompt's logprobs.
     max_tokens: int | None = Field(16, ge=0)
-    # How many of the likeliest beside the one that was drawn
+    # Number of likeliest tokens beside the sampled one.
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
-    add_special_tokens: bool = (
-        True  # those that the tokenizer puts before a text, as some do with bos
-    )
+    add_special_tokens: bool = True  # tokens that the tokenizer puts before a text, such as bos
 
     @model_validator(mode="after")
     def _fit_together(self) -> "CompletionRequest":

@@ -21,12 +21,12 @@ from hone.records import Completion, GenerateRequest
 from hone.transport.delivery import Message
 
 Capability = Literal[
-    "checksum",  # it tells a checksum of the weights that it computes with; without, the canary is the only proof
+    "checksum",  # reports a checksum of its weights; otherwise the canary is the only proof
     "adapters",  # LoRA adapters beside the model
-    "progress",  # it tells what is written so far of requests with a name
-    "routing",  # it tells which experts of a mixture its tokens went through
-    "raw_logprobs",  # logprobs at temperature 1, and those of the model where draws are filtered or penalised
-    "forms",  # answers of a given form: a JSON schema, a regular expression, a choice, a grammar
+    "progress",  # reports tokens generated so far, by request name
+    "routing",  # reports the experts of a mixture per token
+    "raw_logprobs",  # logprobs at temperature 1, and unfiltered ones where draws are filtered or penalized
+    "forms",  # structured outputs: JSON schema, regular expression, choice, grammar
 ]
 ENGINE_CAN: frozenset[Capability] = frozenset(
     ("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms")

@@ -25,9 +25,9 @@ class EmbeddedSampler(Sampler):
 
     def __init__(self, service: EngineService) -> None:
         self.service, self.streams = service, Streams(self.generate, self.find_partials)
-        # Of the model that is served
+        # Of the served model.
         self.receivers, self.proof = (Receivers(), Proof(service.engine.model))
-        self._described: tuple[str, ModelSpec] | None = None  # the description that was parsed last
+        self._described: tuple[str, ModelSpec] | None = None  # the last parsed description
 
     @property
     def engine(self) -> Engine:

@@ -20,9 +20,9 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stop_strings import held_back
 from hone.text.tokenizer import Tokenizer
 
-# Seconds between two looks, at least: for one stream, and for each …
+# Least seconds between queries: for one stream, and per …
 LOOK, LOOK_EACH = (0.01, 0.0008)
-# … so many times as long as handing on took, which is work beside what computes; at most
+# … this many times the cost of delivering, which competes with computing; and at most.
 SHARE, SELDOM = (20, 0.5)
 
 
@@ -32,7 +32,7 @@ class _Open:
 
     pieces: asyncio.Queue[tuple[int, Completion | None]]
     index: int
-    known: int = 0  # tokens handed on
+    known: int = 0  # tokens delivered
 
 
 class Streams:
@@ -73,7 +73,7 @@ class Streams:
                     self.open.pop(names[i], None)
                     piece = tasks[i].result().token_range(told[i])
                 elif tasks[i].done():
-                    continue  # its end is on the way, with all that is new
+                    continue  # its final piece, with all new tokens, is about to come
                 told[i] += len(piece.ids)
                 yield i, piece
         finally:
@@ -94,7 +94,7 @@ class Streams:
                     one.known += len(piece.ids)
                     one.pieces.put_nowait((one.index, piece))
             start = time.perf_counter()
-            for _ in range(3):  # those who wait take their pieces, write them, and wait again
+            for _ in range(3):  # lets readers take their pieces, write them, and wait again
                 await asyncio.sleep(0)
             pause = max(LOOK, LOOK_EACH * len(self.open), SHARE * (time.perf_counter() - start))
             await asyncio.sleep(min(pause, SELDOM))
@@ -118,20 +118,20 @@ class Spelling:
         self.tokenizer, self.skip = tokenizer, skip_special
         self.stops, self.hold = stops, [*stops, *hold]
         self.ids: list[int] = [*before]
-        self.text, self.sent = "", 0  # so far, and how many of its characters were handed on
-        # Tokens before `_read` are in the text; decoding begins at `_start`
+        self.text, self.sent = "", 0  # text so far, and how many of its characters were returned
+        # Tokens before `_read` are in the text; decoding begins at `_start`.
         self._start, self._read = (0, len(before))
 
     def decode_more(self, ids: list[int]) -> str:
         """Return the text that is final after these tokens."""
         self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
-        if len(self.ids) == self._read:  # nothing that is shown
+        if len(self.ids) == self._read:  # no visible text
             return self._release_text(
                 self.text, self.sent + held_back(self.text[self.sent :], self.hold)
             )
         before = self._decode_range(self._start, self._read)
         now = self._decode_range(self._start, len(self.ids))
-        if not now.endswith("\ufffd"):  # the bytes of a character that is not whole yet
+        if not now.endswith("\ufffd"):  # the bytes of an incomplete character
             self.text += now[len(before) :]
             self._start, self._read = self._read, len(self.ids)
         return self._release_text(

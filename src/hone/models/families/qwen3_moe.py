@@ -12,7 +12,7 @@ class Qwen3Moe(ModelSpec):
 
     experts: int
     experts_per_token: int
-    normalizes: bool  # whether the weights of a token's experts are made to add up to 1
+    normalizes: bool  # normalize the weights of a token's experts to sum 1
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "experts"
     has_fast_paths: ClassVar[bool] = False

@@ -181,7 +181,7 @@ class Publisher:
             canary_ids(loaded.model.spec.vocab_size),
             CanaryScorer(loaded.model),
         )
-        self.proof: Proof | None = None  # of what is exported: the same model each time
+        self.proof: Proof | None = None  # of the exported model, which stays the same object
         self.orchestrator = PulseOf(run.pulse_file("orchestrator"))
         write_adapter = (
             None
@@ -225,7 +225,7 @@ class Publisher:
             return
         if self.proof is None:
             self.proof = Proof(model)
-        if is_first_time:  # a server that comes later needs it too
+        if is_first_time:  # servers that start later need it too
             template = self.loaded.tokenizer.chat_template
             write_description(
                 self.loaded.directory, broadcasts / TEXT, self.loaded.dtype, True, template
@@ -264,7 +264,7 @@ class Publisher:
 
 
 if __name__ == "__main__":
-    # Src/, where torchrun gave a file and not the package
+    # torchrun ran this file: add src/ to the path.
     sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.argv.insert(1, "trainer")
     runpy.run_module("hone", run_name="__main__")

@@ -43,7 +43,7 @@ from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
 from hone.transport.trained_tokens import Trained
 
-REHEARSED = 96  # tokens of a prompt, and of what follows it: over one tile of the attention's
+REHEARSED = 96  # tokens of a prompt and of a completion: more than one tile of attention
 GROUP = 16
 # So many numbers of a micro-batch, where others are of its tokens
 # Values of which a micro-batch has so many numbers; others have one per target token.
@@ -74,7 +74,7 @@ class PolicyTrainer:
             model.embed.weight, model.spec.head_dim
         )
         self.laps = Laps(self.device, is_on=False)
-        self.trained: Trained | None = None  # what this rank saw of the last step's tokens
+        self.trained: Trained | None = None  # this rank's values of the last step's tokens
         self.loss = make_loss(config.loss)
         self.loss_of = {
             env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()
@@ -224,11 +224,11 @@ class PolicyTrainer:
     def _collect_metrics(self, found: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the metrics of a step, over all ranks."""
         values = {"loss/mean": float(self.ranks.sum_over_ranks(found["loss"]))}
-        # Of the experts that were given and of those among them that differ, how many
+        # Counts of replayed experts, and of those that differ from the router's choice.
         if "routing" in found:
             differs, given = self.ranks.sum_over_ranks(found["routing"]).tolist()
             values["routing/differs"] = differs / max(given, 1.0)
-        if "differs" in found:  # tokens whose logprob has other bits than the sampler's
+        if "differs" in found:  # tokens whose logprob differs from the sampler's in any bit
             values["exact/differs"] = self.ranks.sum_over_ranks(found["differs"]).item()
         for name in found:
             if name not in (*SUMS, "loss", "logprobs"):

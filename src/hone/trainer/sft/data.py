@@ -50,7 +50,7 @@ class Rendered:
     samples: list[Conversation]
     reason: str = ""
     detail: str = ""
-    tokens: int = 0  # of all its samples
+    tokens: int = 0  # over all its samples
     longest: int = 0
 
 
@@ -218,7 +218,7 @@ class StreamedConversations:
             yield from rendered.samples
 
 
-STREAM_CHECK = 1000  # rows of a stream after which the share that is left out is looked at
+STREAM_CHECK = 1000  # rows of a stream after which the share left out is checked
 
 
 def too_many_left_out(count: int, total: int, left: LeftOut, config: DataConfig) -> ValueError:

@@ -87,9 +87,7 @@ class Source:
                 return iter(found)
             name = str(self.path) if self.path.is_dir() else self.name
             return iter(datasets.load_dataset(name, split=self.split, streaming=self.streaming))
-        except (
-            Exception
-        ) as error:  # the library raises a dozen kinds for "not reachable" and "not there"
+        except Exception as error:  # the library raises many types for unreachable and missing data
             where = "is a folder that" if self.path.is_dir() else "is no file or folder here and"
             raise ValueError(
                 f"{self.key}: {self.name} {where} cannot be loaded {'' if self.path.is_dir() else 'from the hub '}"
@@ -152,7 +150,7 @@ def _read_text(path: Path, kind: str, is_zipped: bool) -> Iterator[dict[str, Any
             io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as file,
         ):
             if kind in (".csv", ".tsv"):
-                csv.field_size_limit(2**31 - 1)  # a thought may be long
+                csv.field_size_limit(2**31 - 1)  # reasoning may be long
                 yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",")
             elif kind == ".json" and _first_character(file) == "[":
                 yield from _read_list(path, file.read())
@@ -215,5 +213,5 @@ def _read_arrow(path: Path) -> Iterator[dict[str, Any]]:
                     batches = pyarrow.ipc.open_file(file).read_all().to_batches()
         for batch in batches:
             yield from batch.to_pylist(maps_as_pydicts="strict")
-    except Exception as error:  # pyarrow's own classes, one for each way a file can be damaged
+    except Exception as error:  # pyarrow has a class for each kind of damage
         raise ValueError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from None

@@ -8,9 +8,9 @@ from hone.config.sft_config import DataConfig
 from hone.trainer.sft.data import Conversations, LeftOut, Renderer, too_many_left_out
 from hone.trainer.sft.data_sources import Source
 
-SURVEYED_ROWS = 20_000  # of more, so many are drawn: looking at all of them would take minutes
-STREAMED_ROWS = 1_000  # first rows of each stream from which the length of a row is chosen
-ROW_MULTIPLE, MOST_ROW_TOKENS = 64, 8192  # of a row length that is chosen
+SURVEYED_ROWS = 20_000  # rows drawn from larger data: examining all would take minutes
+STREAMED_ROWS = 1_000  # first rows of each stream, which determine the row length
+ROW_MULTIPLE, MOST_ROW_TOKENS = 64, 8192  # of a chosen row length
 Tell = Callable[..., None]
 
 

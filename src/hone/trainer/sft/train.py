@@ -60,7 +60,7 @@ DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
 MEASURED = 10  # steps of --bench
 FAKE_ROWS = 4096
-# What a rank without rows goes through the model with
+# What a rank without rows processes.
 NOTHING: list[Row] = [[([0, 0], [False, True])]]
 
 
@@ -349,7 +349,7 @@ class Trainer:
 
 
 if __name__ == "__main__":
-    # Src/, where torchrun gave a file and not the package
+    # torchrun ran this file: add src/ to the path.
     sys.path.insert(0, str(Path(__file__).parents[3]))
     sys.argv.insert(1, "sft")
     runpy.run_module("hone", run_name="__main__")
