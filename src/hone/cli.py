@@ -196,13 +196,13 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
         write_report(preempted=str(left), can_resume=left.can_resume)
         print(f"{command}: {left}", flush=True)
         if not preemption.was_interrupted():
-            return preemption.AGAIN
+            return preemption.EXIT_PREEMPTED
         if left.can_resume:
             print(f"continue with: {resume_command(sys.argv)}", flush=True)
-        return preemption.INTERRUPTED
+        return preemption.EXIT_INTERRUPTED
     except KeyboardInterrupt:
         print(f"{command}: interrupted", file=sys.stderr)
-        return preemption.INTERRUPTED
+        return preemption.EXIT_INTERRUPTED
     except BrokenPipeError:  # `… | head`: the reader is gone
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

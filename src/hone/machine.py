@@ -20,10 +20,10 @@ from pathlib import Path
 GPUS_VARIABLE = "HONE_GPUS"  # GPU indices on its node, which a launcher assigns to a process
 CORES_VARIABLE = "HONE_CORES"  # number of cores that the processes of a run share
 # Seconds of silence after which a process counts as silent, on a machine of usual speed.
-SILENCE = 15.0
+SILENCE_SECONDS = 15.0
 # Seconds that imports usually take; the largest factor for deadlines.
 USUAL_START, SLOWEST = (3.0, 3.0)
-YOUNG = 20_000  # allocations between two runs of the young generation's collection
+GC_ALLOCATIONS = 20_000  # allocations between two runs of the young generation's collection
 _slowness = 1.0
 # Variables that restrict torch, MKL, oneDNN and numba to AVX2.
 TO_AVX2 = {
@@ -50,8 +50,8 @@ def prepare_environment() -> None:
     ensure_home()
     trust_triton_cache()
     young, *older = gc.get_threshold()
-    if 0 < young < YOUNG:
-        gc.set_threshold(YOUNG, *older)
+    if 0 < young < GC_ALLOCATIONS:
+        gc.set_threshold(GC_ALLOCATIONS, *older)
     if "OMP_WAIT_POLICY" not in os.environ:
         if not _can_switch(usable_cores()):
             os.environ.setdefault("GOMP_SPINCOUNT", _LOOKS)
@@ -257,7 +257,7 @@ def started_in(seconds: float) -> None:
 
 def silence_seconds() -> float:
     """Return the silence after which another process counts as dead, longer on a slow machine."""
-    return SILENCE * _slowness
+    return SILENCE_SECONDS * _slowness
 
 
 @functools.cache

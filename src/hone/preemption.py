@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-AGAIN = 85  # exit code of a preempted run
-INTERRUPTED = 130  # … because of Ctrl-C
+EXIT_PREEMPTED = 85  # exit code of a preempted run
+EXIT_INTERRUPTED = 130  # … because of Ctrl-C
 LAST_SECONDS = 10.0  # in which an orphaned process may end what it has started
 _asked, _interrupts, _takes_steps = False, 0, False
 

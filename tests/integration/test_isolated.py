@@ -65,8 +65,8 @@ def environment(tmp_path, monkeypatch):
 def test_a_worker_that_was_stopped_is_named_killed_and_replaced_and_one_that_blocks_is_not(
     environment, monkeypatch, caplog
 ):
-    monkeypatch.setattr(module, "LOOK", 0.2)
-    monkeypatch.setattr(machine, "SILENCE", 3.0)
+    monkeypatch.setattr(module, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr(machine, "SILENCE_SECONDS", 3.0)
     well, _, blocks, again = environment.get_dataset()
     (worker,) = environment.workers
 
@@ -140,7 +140,7 @@ def test_a_worker_that_dies_fails_its_rollouts_and_is_replaced(environment):
 
 
 def test_a_worker_that_blocks_is_killed_and_others_go_on(environment, monkeypatch):
-    monkeypatch.setattr(module, "ANSWER", 2.0)
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 2.0)
     well, _, blocks, _ = environment.get_dataset()
 
     async def program():

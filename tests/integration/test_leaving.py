@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from hone.preemption import AGAIN, INTERRUPTED
+from hone.preemption import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from tests.hangs import HANG_SECONDS
 
 from .conftest import BIN, RL_ENV, command, start, until
@@ -68,7 +68,7 @@ def words_of(kind, trained, out, tmp_path):
     ]
 
 
-def leave(words, out, tmp_path, metrics, number=signal.SIGUSR1, code=AGAIN):
+def leave(words, out, tmp_path, metrics, number=signal.SIGUSR1, code=EXIT_PREEMPTED):
     """Start a run, ask it to leave after some steps by a signal, and return what it said."""
     with (tmp_path / "log").open("w+") as log:
         process = start(BIN / words[0], *words[1:], log=log)
@@ -115,7 +115,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_the_command_that_continues(kind, tr
     words = [*map(str, words_of(kind, trained, out, tmp_path)), "--clean"]
     at = words.index("--ckpt.interval")
     words = words[:at] + words[at + 2 :]  # checkpoints by default
-    said = leave(words, out, tmp_path, out / name, signal.SIGINT, INTERRUPTED)
+    said = leave(words, out, tmp_path, out / name, signal.SIGINT, EXIT_INTERRUPTED)
     typed = next(line for line in said.splitlines() if line.startswith("continue with: "))
     again = shlex.split(typed.removeprefix("continue with: "))
     assert again[-len(words) - 1 :] == [*words[:-1], "--resume", "auto"]

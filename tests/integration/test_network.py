@@ -85,7 +85,7 @@ class Server:
                 json.dumps(message),
                 device,
                 dtype,
-                str(network.PORTION),
+                str(network.PORTION_BYTES),
                 *words,
             ],
             stdin=subprocess.PIPE,
@@ -144,14 +144,14 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
                 server.end()
 
 
-@pytest.mark.parametrize("portion", [network.PORTION, 5_000])
+@pytest.mark.parametrize("portion", [network.PORTION_BYTES, 5_000])
 def test_servers_get_what_the_trainer_has(monkeypatch, portion):
-    monkeypatch.setattr(network, "PORTION", portion)
+    monkeypatch.setattr(network, "PORTION_BYTES", portion)
     sent_and_received()
 
 
 def test_tensors_travel_in_portions_of_about_a_size(monkeypatch):
-    monkeypatch.setattr(network, "PORTION", 1000)
+    monkeypatch.setattr(network, "PORTION_BYTES", 1000)
     like = {
         name: torch.empty(size, dtype=torch.uint8)
         for name, size in {"b": 700, "a": 300, "c": 10, "d": 2000}.items()

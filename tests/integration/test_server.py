@@ -111,7 +111,9 @@ def test_a_completion_goes_on_from_what_was_written_elsewhere(server, trained):
 def test_a_server_that_reads_many_requests_is_not_taken_for_a_full_one(
     server, trained, monkeypatch
 ):
-    monkeypatch.setattr(fleet, "LOOK", 0.001)  # so that it is looked at while it has only begun
+    monkeypatch.setattr(
+        fleet, "POLL_SECONDS", 0.001
+    )  # so that it is looked at while it has only begun
     learn, found = fleet.Server.update_progress, []
 
     def learns(self, state):

@@ -365,7 +365,7 @@ def test_jobs_run_one_after_the_other(run, monkeypatch):
         "command_words",
         lambda self, job: ["sh", "-c", f"echo {job.name}; sleep 0.4; exit {job.more or 0}"],
     )
-    monkeypatch.setattr(jobs_module, "LOOK", 0.02)
+    monkeypatch.setattr(jobs_module, "POLL_SECONDS", 0.02)
     names = [
         jobs.start_run("rl", RL, f"outputs/{i}", "here", more)["name"]
         for i, more in enumerate(("", "3", ""))

@@ -66,7 +66,7 @@ class Client:
 
 
 def run(program, monkeypatch, count=1, goes_on=False):
-    monkeypatch.setattr(module, "LOOK", 0.01)
+    monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
 
     async def whole():
         clients = [Client() for _ in range(count)]

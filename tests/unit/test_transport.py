@@ -154,8 +154,8 @@ def test_steps_are_seen_on_a_file_system_that_notes_no_times(tmp_path, monkeypat
 
 
 def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setattr(deadlines, "BEAT", 0.05)
-    monkeypatch.setattr(machine, "SILENCE", 0.4)
+    monkeypatch.setattr(deadlines, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(machine, "SILENCE_SECONDS", 0.4)
     (tmp_path / "alive").mkdir()
     (tmp_path / "alive" / "trainer").write_text("3")  # of a run that was killed
     seen = PulseOf(tmp_path / "alive" / "trainer")
@@ -168,8 +168,8 @@ def test_a_pulse_is_believed_when_it_changes(tmp_path, monkeypatch):
 
 
 def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(deadlines, "BEAT", 0.05)
-    monkeypatch.setattr(machine, "SILENCE", 1.0)
+    monkeypatch.setattr(deadlines, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(machine, "SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(machine, "_slowness", 1.0)
     well, ill = (Pulse(tmp_path / name) for name in ("well", "ill"))
     peers = {

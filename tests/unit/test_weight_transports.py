@@ -65,7 +65,7 @@ def train(model):
 @pytest.mark.parametrize("way", ["filesystem", "adapter", "nccl", "nccl with an adapter", "shelf"])
 def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
     monkeypatch.setitem(RECEIVERS, "shelf", Shelf)
-    monkeypatch.setattr(network, "PORTION", 5000)
+    monkeypatch.setattr(network, "PORTION_BYTES", 5000)
     trained = made(1, lora="adapter" in way)
     export = Export(trained, Ranks(), torch.float32)
     config = NcclConfig(type="nccl") if "nccl" in way else FilesystemConfig()

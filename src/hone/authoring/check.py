@@ -17,8 +17,8 @@ from hone.text.printable import make_printable
 from hone.text.tokenizer import Tokenizer
 from hone.users_code import CONTAINED
 
-KNOWN = 0.8  # mean reward from which a task counts as solved
-SLOW = 0.05  # seconds of scoring that block everything else
+SOLVED_REWARD = 0.8  # mean reward from which a task counts as solved
+SLOW_SECONDS = 0.05  # seconds of scoring that block everything else
 
 
 class FixedAnswer:
@@ -120,7 +120,7 @@ async def own_answers(
     scoring = max(rollout.timings.get("scoring", 0.0) for rollout in found)
     each = (time.perf_counter() - start) / len(found)
     text = f"a rollout takes {1000 * each:.1f} ms beside the model, scoring at most {1000 * scoring:.1f} ms"
-    if scoring > SLOW:
+    if scoring > SLOW_SECONDS:
         report.print_warning(
             f"{text}: all else waits meanwhile; give it processes of its own (orchestrator.env.workers)"
         )
@@ -203,7 +203,7 @@ async def check_signal(
     if spread < len(groups) / 4:
         way = (
             "make the task harder"
-            if mean > KNOWN
+            if mean > SOLVED_REWARD
             else "warm up by SFT, make the task easier, or reward parts of it"
         )
         report.print_warning(f"{line}: the others teach nothing; {way}")

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hone.environments.protocols.verifiers_v0 import RANGE, isolated_place
+from hone.environments.protocols.verifiers_v0 import VERSION_RANGE, isolated_place
 
 
 def install_environment(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
@@ -46,7 +46,9 @@ def install_environment(env: str, place: Path, isolated: bool, extra: list[str])
         )
         if subprocess.run(words, check=False).returncode:
             return 1
-    bounded = [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{RANGE}"]
+    bounded = (
+        [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{VERSION_RANGE}"]
+    )
     code = subprocess.run(
         [*_installer_words(str(python)), *what, *bounded, *extra], check=False
     ).returncode

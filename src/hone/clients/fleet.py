@@ -26,8 +26,10 @@ from hone.records import Completion, Prompt, Sampling, Turn
 from hone.transport.deadlines import Wait
 
 T = TypeVar("T")
-LOOK = 2.0  # seconds between looks at a server
-RESERVE = 16  # rollouts (or an eighth of those running, if more) queued at a server to keep it busy
+POLL_SECONDS = 2.0  # seconds between looks at a server
+QUEUE_RESERVE = (
+    16  # rollouts (or an eighth of those running, if more) queued at a server to keep it busy
+)
 
 
 class _Asked(NamedTuple):
@@ -99,7 +101,7 @@ class Server:
         Waiting requests that would have room are not counted: a server that has only begun to read
         a step's requests is not full.
         """
-        running, reserve = state["running"], max(RESERVE, state["running"] // 8)
+        running, reserve = state["running"], max(QUEUE_RESERVE, state["running"] // 8)
         if state["without_room"] > reserve:
             self.limit = running + reserve
         elif not state["waiting"] and self.busy >= self.limit - reserve:
@@ -277,7 +279,7 @@ class Fleet:
 
     async def _for_each_server(self, look: Callable[[Server], Awaitable[None]]) -> None:
         while True:
-            await asyncio.gather(asyncio.sleep(LOOK), *map(look, self.live_servers))
+            await asyncio.gather(asyncio.sleep(POLL_SECONDS), *map(look, self.live_servers))
 
     async def _is_there(self, server: Server) -> None:
         why = await server.client.why_down(machine.silence_seconds())

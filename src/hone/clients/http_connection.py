@@ -22,7 +22,7 @@ from hone.config.sections import LOOPBACK
 
 NEXT_ADDRESS = 0.25  # seconds until the next address of a host is tried
 # Seconds that an idle connection is kept, as in httpx; servers close theirs sooner or later.
-IDLE = 5.0
+IDLE_SECONDS = 5.0
 Place = tuple[str, str, int]  # scheme, host, port
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
@@ -79,7 +79,7 @@ class Wire(httpx.AsyncBaseTransport):
     def _take_connection(self, place: Place) -> "_Connection | None":
         """Return the most recently used idle connection; close those idle for long."""
         kept = self._kept[place]
-        while kept and kept[0][0] < time.monotonic() - IDLE:
+        while kept and kept[0][0] < time.monotonic() - IDLE_SECONDS:
             kept.pop(0)[1].close()
         while kept:
             _, connection = kept.pop()

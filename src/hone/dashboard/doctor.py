@@ -13,16 +13,16 @@ from typing import Any
 from hone.dashboard.index import Index
 from hone.dashboard.tokens import TokenTable
 
-UNSURE = -2.0  # nats per token: below it the model is guessing
-CUT = 0.5  # share of truncated completions
-OLD = 4.0  # off-policy steps of trained tokens
-APART = 0.05  # mismatch KL, nats a token
-DROPPED = 0.3  # share of tokens that the loss drops
-LOST = 0.5  # share of the reward gained that is lost again
+UNSURE_NATS = -2.0  # nats per token: below it the model is guessing
+TRUNCATED_SHARE = 0.5  # share of truncated completions
+STALE_STEPS = 4.0  # off-policy steps of trained tokens
+MISMATCH_NATS = 0.05  # mismatch KL, nats a token
+DROPPED_SHARE = 0.3  # share of tokens that the loss drops
+LOST_SHARE = 0.5  # share of the reward gained that is lost again
 # Growth of completions, and correlation of reward with length, that are reported.
 LONGER, ALIKE = (1.4, 0.5)
-IDLE = 0.8  # share of steps without a signal
-FEW = 5  # steps that a judgement needs
+NO_SIGNAL_SHARE = 0.8  # share of steps without a signal
+MIN_STEPS = 5  # steps that a judgement needs
 
 Series = dict[str, dict[int, float]]  # metric: step: value
 
@@ -100,9 +100,9 @@ def examine_run(index: Index) -> DoctorReport:
         series, *((index.step_means(), odd_prompt(index)) if index.run.kind == "rl" else ([],))
     )
     count = len(facts.metric_by_step("reward/mean" if index.run.kind == "rl" else "loss/mean"))
-    if count < FEW:
+    if count < MIN_STEPS:
         return DoctorReport(
-            count, [], f"{count} steps are too few to say anything (it takes {FEW})"
+            count, [], f"{count} steps are too few to say anything (it takes {MIN_STEPS})"
         )
     findings = [
         finding
@@ -128,13 +128,13 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
 
 def template(facts: RunFacts) -> Finding | None:
     """Find prompts that do not match the tokenizer: low reward from the start, unsure tokens."""
-    first = facts.steps[:FEW]
+    first = facts.steps[:MIN_STEPS]
     known = [row["logprob"] for row in first if row["logprob"] is not None]
     mean = sum(known) / len(known) if known else 0.0
     if (
         not first
         or max(row["reward"] for row in first) > 0.1
-        or not (facts.prompt or mean < UNSURE)
+        or not (facts.prompt or mean < UNSURE_NATS)
     ):
         return None
     seen = facts.prompt or (
@@ -169,8 +169,8 @@ def odd_prompt(index: Index) -> str:
 
 def truncated(facts: RunFacts) -> Finding | None:
     """Find completions that max_tokens truncates from the beginning on."""
-    cut = [row for row in facts.steps[:FEW] if row["truncated"] > CUT]
-    if not cut or len(cut) < min(FEW, len(facts.steps)):
+    cut = [row for row in facts.steps[:MIN_STEPS] if row["truncated"] > TRUNCATED_SHARE]
+    if not cut or len(cut) < min(MIN_STEPS, len(facts.steps)):
         return None
     share, tokens = cut[0]["truncated"], cut[0]["tokens"]
     return Finding(
@@ -188,16 +188,16 @@ def truncated(facts: RunFacts) -> Finding | None:
 def constant(facts: RunFacts) -> Finding | None:
     """Find runs whose rollouts all have one reward in nearly all steps."""
     flat = [row for row in facts.steps if row["high"] - row["low"] < 1e-9]
-    is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:FEW])
+    is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:MIN_STEPS])
     if (
         not flat
         or not is_from_the_start
-        or len(flat) < IDLE * len(facts.steps)
+        or len(flat) < NO_SIGNAL_SHARE * len(facts.steps)
         or len({round(r["reward"], 9) for r in flat}) > 1
     ):
         return None
     value = flat[0]["reward"]
-    if value == 0 and flat[0]["truncated"] > CUT:
+    if value == 0 and flat[0]["truncated"] > TRUNCATED_SHARE:
         return None  # truncated completions explain the reward
     return Finding(
         "no_variance",
@@ -215,15 +215,15 @@ def no_signal(facts: RunFacts) -> Finding | None:
     """Find groups whose rollouts have equal rewards in most of the last steps."""
     idle, n = (
         facts.metric_by_step("batch/without_signal"),
-        max(FEW, len(facts.metric_by_step("batch/without_signal")) // 4),
+        max(MIN_STEPS, len(facts.metric_by_step("batch/without_signal")) // 4),
     )
     last = sorted(idle)[-n:]
-    if not last or sum(idle[step] for step in last) / len(last) < IDLE:
+    if not last or sum(idle[step] for step in last) / len(last) < NO_SIGNAL_SHARE:
         return None
     solved = [facts.metric_by_step("batch/solve_all").get(step, 0.0) for step in last]
     if sum(solved) / len(solved) > 0.5:
         return None  # the task is learned
-    first = next(step for step in sorted(idle) if idle[step] >= IDLE)
+    first = next(step for step in sorted(idle) if idle[step] >= NO_SIGNAL_SHARE)
     return Finding(
         "no_signal",
         "Few groups have anything to learn from",
@@ -243,9 +243,9 @@ def collapse(facts: RunFacts) -> Finding | None:
     level = _running_mean([rewards[step] for step in steps])
     best = max(range(len(level)), key=level.__getitem__)
     floor = min(0.0, *level)
-    threshold = floor + (1 - LOST) * (level[best] - floor)
+    threshold = floor + (1 - LOST_SHARE) * (level[best] - floor)
     lost = [step for step in steps[best:] if rewards[step] < threshold]
-    last = [rewards[step] for step in steps[-FEW:]]
+    last = [rewards[step] for step in steps[-MIN_STEPS:]]
     at_end = sum(last) / len(last)
     if not lost or level[best] - floor < 0.05 or at_end > threshold:
         return None
@@ -255,7 +255,7 @@ def collapse(facts: RunFacts) -> Finding | None:
     )
     advice = [
         "Lower the learning rate (trainer.optim.lr): by 10 at first, "
-        f"by 100 if the reward is lost within {FEW} steps.",
+        f"by 100 if the reward is lost within {MIN_STEPS} steps.",
         f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
         "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; "
         "optim.skip_norm passes single bad steps.",
@@ -287,7 +287,7 @@ def _describe_training(facts: RunFacts, first: int) -> str:
 
 def length(facts: RunFacts) -> Finding | None:
     """Find completions that grow while longer ones earn more."""
-    if len(facts.steps) < 2 * FEW:
+    if len(facts.steps) < 2 * MIN_STEPS:
         return None
     n = max(2, len(facts.steps) // 5)
     early, late = facts.steps[:n], facts.steps[-n:]
@@ -319,13 +319,13 @@ def stale(facts: RunFacts) -> Finding | None:
         facts.trained_metric("mismatch_kl/mean"),
     )
     masked = facts.trained_metric("is_masked/mean")
-    late = [step for step in behind if behind[step] >= OLD]
-    wide = [step for step in apart if apart[step] >= APART]
-    dropped = [step for step in masked if masked[step] >= DROPPED]
-    if max(len(late), len(wide), len(dropped)) < max(FEW, 0.3 * len(behind)):
+    late = [step for step in behind if behind[step] >= STALE_STEPS]
+    wide = [step for step in apart if apart[step] >= MISMATCH_NATS]
+    dropped = [step for step in masked if masked[step] >= DROPPED_SHARE]
+    if max(len(late), len(wide), len(dropped)) < max(MIN_STEPS, 0.3 * len(behind)):
         return None
     first = min([*late, *wide, *dropped])
-    is_old = len(late) >= max(FEW, 0.3 * len(behind))
+    is_old = len(late) >= max(MIN_STEPS, 0.3 * len(behind))
     helps = [
         "Lower max_async_level (1 is usually enough) and orchestrator.max_off_policy_steps.",
         "Give the slower side more: time/generate and time/train of a step say which it is.",
@@ -352,10 +352,13 @@ def entropy_gone(facts: RunFacts) -> Finding | None:
     """Find entropy that vanishes before the task is learned."""
     entropy, rewards = facts.trained_metric("entropy/mean"), facts.metric_by_step("reward/mean")
     steps = sorted(entropy)
-    if len(steps) < 2 * FEW:
+    if len(steps) < 2 * MIN_STEPS:
         return None
-    start, end = (sum(entropy[s] for s in some) / FEW for some in (steps[:FEW], steps[-FEW:]))
-    reward = sum(rewards.get(s, 0.0) for s in steps[-FEW:]) / FEW
+    start, end = (
+        sum(entropy[s] for s in some) / MIN_STEPS
+        for some in (steps[:MIN_STEPS], steps[-MIN_STEPS:])
+    )
+    reward = sum(rewards.get(s, 0.0) for s in steps[-MIN_STEPS:]) / MIN_STEPS
     if end > 0.02 * start or start < 1e-3 or reward > 0.9 * max(rewards.values(), default=1.0):
         return None
     first = next(step for step in steps if entropy[step] < 0.05 * start)
@@ -408,7 +411,7 @@ def overfitted(facts: RunFacts) -> Finding | None:
     """Find a validation loss that rises while the training loss falls."""
     val = facts.metric_by_step("val/loss")
     steps = sorted(val)
-    if len(steps) < FEW:
+    if len(steps) < MIN_STEPS:
         return None
     low = min(steps, key=val.__getitem__)
     if val[steps[-1]] < 1.1 * val[low] + 0.02 or low == steps[-1]:

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hone.config.sections import LOOPBACK
 
-LARGEST = 2**20  # bytes of a request's body
+MAX_BODY_BYTES = 2**20  # bytes of a request's body
 # The page itself has no data; a download's address is a secret that was requested.
 OPEN = ("/assets/", "/download/")
 HEADERS = {
@@ -64,8 +64,8 @@ class Guard:
         ) and path.startswith("/api"):
             return 403, "asked by the page of another site"
         is_large = headers.get("content-length", "0")
-        if not is_large.isdigit() or int(is_large) > LARGEST:
-            return 413, f"more than {LARGEST} bytes"
+        if not is_large.isdigit() or int(is_large) > MAX_BODY_BYTES:
+            return 413, f"more than {MAX_BODY_BYTES} bytes"
         if path == "/" or path.startswith(OPEN) or (self.on_loopback and method in ("GET", "HEAD")):
             return None
         given = headers.get("authorization", "").removeprefix("Bearer ")

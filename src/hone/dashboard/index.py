@@ -23,8 +23,8 @@ from hone.dashboard.rollout_columns import row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
-LAYOUT = 4  # of the tables; an index with another layout is rebuilt
-AT_ONCE = 40  # steps per transaction
+LAYOUT_VERSION = 4  # of the tables; an index with another layout is rebuilt
+STEPS_PER_TRANSACTION = 40  # steps per transaction
 ROLLOUTS = "rollouts.jsonl"
 SORTED_BY = ("step", "reward", "advantage", "tokens", "seconds", "turns")
 TABLES = """
@@ -83,14 +83,14 @@ class Index:
             try:
                 connection = self._open_database()
                 layout = connection.execute("PRAGMA user_version").fetchone()[0]
-                if layout == LAYOUT:
+                if layout == LAYOUT_VERSION:
                     return connection
                 if (
                     layout == 0
                     and not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
                 ):
                     connection.executescript(
-                        f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT}; COMMIT;"
+                        f"BEGIN; {TABLES} PRAGMA user_version={LAYOUT_VERSION}; COMMIT;"
                     )
                     return connection
                 connection.close()
@@ -172,13 +172,17 @@ class Index:
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         gone = [step for step in known if step not in there or there[step] != known[step]]
         new = sorted(step for step in there if there[step] and known.get(step) != there[step])
-        for some in (gone[i : i + AT_ONCE] for i in range(0, len(gone), AT_ONCE)):
+        for some in (
+            gone[i : i + STEPS_PER_TRANSACTION] for i in range(0, len(gone), STEPS_PER_TRANSACTION)
+        ):
             connection.execute("BEGIN")
             for step in some:
                 _delete_step(connection, step)
             connection.execute("COMMIT")
         self.progress = (len(there) - len(new), len(there))
-        for some in (new[i : i + AT_ONCE] for i in range(0, len(new), AT_ONCE)):
+        for some in (
+            new[i : i + STEPS_PER_TRANSACTION] for i in range(0, len(new), STEPS_PER_TRANSACTION)
+        ):
             connection.execute("BEGIN")
             for step in some:
                 self._add_step(

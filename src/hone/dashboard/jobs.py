@@ -43,15 +43,15 @@ from hone.dashboard.runs import (
     read_text,
     run_status,
 )
-from hone.preemption import AGAIN
+from hone.preemption import EXIT_PREEMPTED
 from hone.run_directory import rewrite_file
 
 KINDS = ("rl", "sft", "vf-rl")
 TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
-PLACES = ("configs", "examples")  # directories below the root with recipes
-MOST = 300  # recipes that are listed
+RECIPE_FOLDERS = ("configs", "examples")  # directories below the root with recipes
+MAX_RECIPES = 300  # recipes that are listed
 CHECKPOINTS = 25  # default checkpoint interval in steps, so that a stopped job can resume
-LOOK = 0.3  # seconds between looks at what runs
+POLL_SECONDS = 0.3  # seconds between looks at what runs
 LOG = 64 * 1024
 
 
@@ -105,7 +105,9 @@ class Jobs:
     def _find_recipes(self) -> list[tuple[str, Path]]:
         """Return TOML files in folders below the root, and those that come with Hone."""
         own = [
-            file for place in PLACES for file in sorted((self.home / place).rglob("*.toml"))[:MOST]
+            file
+            for place in RECIPE_FOLDERS
+            for file in sorted((self.home / place).rglob("*.toml"))[:MAX_RECIPES]
         ]
         found = [
             (file.relative_to(self.home).as_posix(), file)
@@ -386,7 +388,7 @@ class Jobs:
                         self._thread = None
                         return
                     self._start_job(queued[0])
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def _start_job(self, job: Job) -> None:
         with (self.directory / job.name / "log.txt").open("ab") as log:
@@ -412,7 +414,7 @@ class Jobs:
             "done"
             if code == 0
             else "stopped"
-            if code in (AGAIN, -signal.SIGTERM, 143, 130)
+            if code in (EXIT_PREEMPTED, -signal.SIGTERM, 143, 130)
             else "failed"
         )
         del self._processes[job.name]

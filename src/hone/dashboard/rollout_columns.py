@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-TEXT = 4000  # characters searched at the beginning and at the end of a rollout
+SEARCHED_CHARACTERS = 4000  # characters searched at the beginning and at the end of a rollout
 
 
 def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
@@ -17,7 +17,11 @@ def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
     said = "\n".join(_message_text(message) for message in _list_or_empty(row.get("completion")))
     asked = [_message_text(message) for message in _list_or_empty(row.get("prompt"))]
     text = clean_text(f"{asked[-1] if asked else ''}\n{said}\n{row.get('answer') or ''}")
-    text = text if len(text) <= 2 * TEXT else f"{text[:TEXT]}\n{text[-TEXT:]}"
+    text = (
+        text
+        if len(text) <= 2 * SEARCHED_CHARACTERS
+        else f"{text[:SEARCHED_CHARACTERS]}\n{text[-SEARCHED_CHARACTERS:]}"
+    )
     columns = (
         _int_or_zero(row.get("group", row.get("example_id"))),
         _int_or_zero(row.get("member", row.get("rollout"))),

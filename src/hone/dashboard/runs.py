@@ -15,7 +15,7 @@ from typing import Any
 from hone import machine
 from hone.run_directory import RunDirectory
 
-DEPTH = 6  # levels of directories searched below the root
+MAX_DEPTH = 6  # levels of directories searched below the root
 KINDS = ("rl", "sft")
 PASSED_OVER = {
     "rollouts",
@@ -35,8 +35,8 @@ PASSED_OVER = {
     "tests",
     "docs",
 }
-GONE = 60.0  # seconds of silence after which a process counts as dead
-FRESH = 20.0  # seconds since its last line during which an evaluation counts as running
+GONE_SECONDS = 60.0  # seconds of silence after which a process counts as dead
+FRESH_SECONDS = 20.0  # seconds since its last line during which an evaluation counts as running
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Run:
 def find_runs(root: Path) -> dict[str, Run]:
     """Return the runs by id. Unreadable directories are skipped."""
     found = {}
-    for directory, names in _walk_directories(root, DEPTH):
+    for directory, names in _walk_directories(root, MAX_DEPTH):
         place = directory.relative_to(root).as_posix()
         kinds = [kind for kind in KINDS if f"run_{kind}.json" in names]
         kinds += ["eval"] if {"metadata.json", "results.jsonl"} <= names else []
@@ -173,9 +173,9 @@ def run_status(root: Path, run: Run, step: int, max_steps: int | None) -> str:
         if "seconds" in about:
             return "done"
         age = _file_age(run.path / "results.jsonl")
-        return "running" if age is not None and age < FRESH else "stopped"
-    youngest = min(component_ages(run).values(), default=GONE)
-    if youngest < GONE:
+        return "running" if age is not None and age < FRESH_SECONDS else "stopped"
+    youngest = min(component_ages(run).values(), default=GONE_SECONDS)
+    if youngest < GONE_SECONDS:
         return "running" if youngest < max(machine.silence_seconds(), 5.0) else "silent"
     over = read_json(root, run.manifest_file).get("over")
     return "done" if over or (max_steps and step >= max_steps) else "stopped"

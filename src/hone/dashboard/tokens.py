@@ -11,8 +11,8 @@ from hone.text.detokenizer import TokenTexts, name_of
 from hone.transport.trained_tokens import Seen
 
 MARK = re.compile(r"<\|[a-zA-Z_]{2,24}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
-MOST = 16384  # tokens of a rollout that are shown
-WIDEST = 200  # characters of a token that are shown
+MAX_TOKENS = 16384  # tokens of a rollout that are shown
+MAX_TOKEN_CHARACTERS = 200  # characters of a token that are shown
 
 
 class TokenTable:
@@ -41,7 +41,7 @@ class TokenTable:
     def token_text(self, token: int) -> str:
         if self._texts is None or self._tokenizer.id_to_token(token) is None:
             return f"{token}"
-        return name_of(self._texts.bytes_of(token))[:WIDEST]
+        return name_of(self._texts.bytes_of(token))[:MAX_TOKEN_CHARACTERS]
 
     def find_oddity(self, prompt: list[int]) -> str:
         """Return what is unusual about a prompt's tokens, or "".
@@ -83,9 +83,9 @@ class TokenTable:
             if i < len(seen) and len(seen[i][0]) == len(own):
                 for j, logprob, is_masked in zip(own, *(x.tolist() for x in seen[i]), strict=True):
                     one["trained"][j], one["masked"][j] = logprob, is_masked
-            one["cut"] = max(0, len(one["ids"]) - MOST)
+            one["cut"] = max(0, len(one["ids"]) - MAX_TOKENS)
             for key in ("ids", "sampled", "version", "trained", "masked"):
-                one[key] = one[key][:MOST]
+                one[key] = one[key][:MAX_TOKENS]
             texts: dict[int, str] = {
                 token: self.token_text(token) for token in {*one["ids"]} if isinstance(token, int)
             }

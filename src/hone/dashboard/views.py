@@ -24,9 +24,9 @@ from hone.dashboard.tokens import TokenTable
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
 from hone.transport.trained_tokens import read_trained
 
-SPARK = 60  # points of the sparkline in the list
-MOMENT = 0.1  # seconds that a reader waits for new data to be indexed
-LOG = 256 * 1024  # bytes of the end of a log that are shown
+SPARKLINE_POINTS = 60  # points of the sparkline in the list
+INDEX_WAIT_SECONDS = 0.1  # seconds that a reader waits for new data to be indexed
+LOG_BYTES = 256 * 1024  # bytes of the end of a log that are shown
 HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
 
 
@@ -64,7 +64,7 @@ class Runs:
         index.update_metrics()
         config, about = config_of(self.root, run), read_json(self.root, run.manifest_file)
         metric = HEADLINE[run.kind]
-        steps, values = index.metric_series([metric], most=SPARK).get(metric, [[], []])
+        steps, values = index.metric_series([metric], most=SPARKLINE_POINTS).get(metric, [[], []])
         step, most = (int(steps[-1]) if steps else 0), config.get("max_steps")
         model = config.get("model") if isinstance(config.get("model"), dict) else {}
         found = {
@@ -129,7 +129,7 @@ class Runs:
         index = self.get_run(name)[1]
         work = threading.Thread(target=index.update_index, args=[True], daemon=True)
         work.start()
-        work.join(MOMENT)
+        work.join(INDEX_WAIT_SECONDS)
         return work.is_alive()
 
     def log_names(self, run: Run) -> list[str]:
@@ -154,7 +154,7 @@ class Runs:
             for file in (run.path / "logs" / log, run.path / "runs" / log)
             if is_below(self.root, file)
         )
-        text, start = read_end(self.root, file, LOG)
+        text, start = read_end(self.root, file, LOG_BYTES)
         return {"text": text, "start": start}
 
     def list_checkpoints(self, run: Run) -> list[dict[str, Any]]:

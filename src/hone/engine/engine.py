@@ -42,8 +42,10 @@ from hone.records import Completion, ContextFull, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding continues …
 PASS_TOKENS = 16384  # … in passes of this size
-WINDOW = 4  # decode steps launched at once on a GPU, where at most two such windows are queued
-STOPS = 8  # stop tokens per sequence with preallocated room
+WINDOW_STEPS = (
+    4  # decode steps launched at once on a GPU, where at most two such windows are queued
+)
+STOP_TOKENS = 8  # stop tokens per sequence with preallocated room
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Engine:
             max_batch_size,
             self.max_model_len,
             self.pool.pages_needed(self.max_model_len),
-            STOPS,
+            STOP_TOKENS,
             self.device,
         )
         self.decoder = Decoder(model, self.cache, self.slots)
@@ -408,7 +410,7 @@ class Engine:
             any(s.adapter for s in self.decoding),
         )
         each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
-        at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW
+        at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW_STEPS
         return _Turn(
             _slots_of(self.decoding),
             kind,

@@ -29,14 +29,16 @@ from hone.environments.environment import Environment, ModelClient
 from hone.environments.rubric import Rubric
 from hone.records import Completion, ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
-ANSWER = 5.0  # seconds in which a responsive worker answers
-LOOK = 3.0  # seconds between checks of a busy worker; a thread answers even if its loop blocks
-START = 120.0  # seconds in which a worker has to import its environment and respond
+ANSWER_SECONDS = 5.0  # seconds in which a responsive worker answers
+CHECK_SECONDS = (
+    3.0  # seconds between checks of a busy worker; a thread answers even if its loop blocks
+)
+START_SECONDS = 120.0  # seconds in which a worker has to import its environment and respond
 
 ARGUMENTS_VARIABLE = "HONE_ENV_ARGUMENTS"
 
 log = logging.getLogger("hone.environments")
-LINE = 2**28  # bytes of a message, at most
+MAX_MESSAGE_BYTES = 2**28  # bytes of a message, at most
 
 
 def sampling_of(message: dict[str, Any]) -> Sampling:
@@ -261,7 +263,7 @@ class WorkerProcess:
                 return self.process
             pipe = asyncio.subprocess.PIPE
             self.process = await asyncio.create_subprocess_exec(
-                *self.words, stdin=pipe, stdout=pipe, limit=LINE, env=self.environment
+                *self.words, stdin=pipe, stdout=pipe, limit=MAX_MESSAGE_BYTES, env=self.environment
             )
             self._reader = asyncio.create_task(self._read_messages(self.process))
             self._run_task(self._watch_process(self.process))
@@ -328,10 +330,10 @@ class WorkerProcess:
         while process.returncode is None:
             before = time.monotonic()
             self._send_message({"alive": -1})
-            await asyncio.sleep(LOOK)
-            if time.monotonic() - before > 2 * LOOK:  # this process itself was suspended
+            await asyncio.sleep(CHECK_SECONDS)
+            if time.monotonic() - before > 2 * CHECK_SECONDS:  # this process itself was suspended
                 self._last = time.monotonic()
-            limit = machine.silence_seconds() if self._is_up else START
+            limit = machine.silence_seconds() if self._is_up else START_SECONDS
             if time.monotonic() - self._last > limit and process.returncode is None:
                 log.warning(
                     "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
@@ -349,7 +351,7 @@ class WorkerProcess:
         self._heard.clear()
         self._send_message({"ping": -1})
         try:
-            await asyncio.wait_for(self._heard.wait(), ANSWER)
+            await asyncio.wait_for(self._heard.wait(), ANSWER_SECONDS)
         except TimeoutError:
             if process is not None and process.returncode is None:
                 os.kill(process.pid, signal.SIGKILL)

@@ -33,7 +33,7 @@ for line in sys.stdin:
     print(json.dumps(same), flush=True)
 """
 MOST_WORKERS = 4
-START = 60.0  # seconds in which a process has to import what it needs
+START_SECONDS = 60.0  # seconds in which a process has to import what it needs
 
 
 class MathRubric(Rubric):
@@ -118,7 +118,7 @@ class Comparer:
         )
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(START):
+            async with asyncio.timeout(START_SECONDS):
                 is_ready = bool(await process.stdout.readline())
         except TimeoutError:
             is_ready = False
@@ -128,7 +128,7 @@ class Comparer:
         if not is_ready:
             await self._end_process(process)
             raise RuntimeError(
-                f"the process that compares answers by math_verify did not start within {START:.0f} s"
+                f"the process that compares answers by math_verify did not start within {START_SECONDS:.0f} s"
             )
         return process
 

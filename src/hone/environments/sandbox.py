@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 KEEPER = Path(__file__).with_name("sandbox_keeper.py")
-START = 30.0  # seconds until a session must be ready
+START_SECONDS = 30.0  # seconds until a session must be ready
 # First user id of sessions when run as root, so that limits count each session alone.
-USERS = 61_000
+FIRST_USER_ID = 61_000
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Sandbox:
             "root": root,
             "readable": readable,
             "packages": sysconfig.get_path("purelib"),
-            "user": USERS + (os.getpid() * 37 + cls.count) % 4000 if is_root else 0,
+            "user": FIRST_USER_ID + (os.getpid() * 37 + cls.count) % 4000 if is_root else 0,
         }
         words = [tool, *([] if is_root else ["--user", "--map-root-user"])]
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
@@ -86,7 +86,7 @@ class Sandbox:
         )
         made = cls(process, limits, root)
         try:
-            async with asyncio.timeout(START):
+            async with asyncio.timeout(START_SECONDS):
                 assert process.stdout is not None and process.stderr is not None
                 if not await process.stdout.readline():
                     said = (
@@ -130,7 +130,7 @@ class Sandbox:
             raise ConnectionError("the sandbox is gone")
         self.is_broken = True
         self.process.stdin.write(json.dumps(message).encode() + b"\n")
-        async with asyncio.timeout(self.limits.seconds + START):
+        async with asyncio.timeout(self.limits.seconds + START_SECONDS):
             line = await self.process.stdout.readline()
         if not line:
             raise ConnectionError("the sandbox is gone")

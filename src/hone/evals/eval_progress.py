@@ -11,7 +11,7 @@ from rich.progress import Progress as Bar
 from hone.evals.results import Folder
 from hone.records import Rollout
 
-EVERY = 30.0  # seconds between lines
+LINE_SECONDS = 30.0  # seconds between lines
 
 
 class Progress:
@@ -58,7 +58,7 @@ class Progress:
             self.folder.append_rollout(number, rollout)
         if sys.stderr.isatty():
             self._bar.update(self._task, completed=self.done, mean=self.mean_reward)
-        elif time.monotonic() - self._said > EVERY:
+        elif time.monotonic() - self._said > LINE_SECONDS:
             self._said = time.monotonic()
             print(
                 f"{self.name}: {self.done} of {self.count}, {self.mean_reward}",

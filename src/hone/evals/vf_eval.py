@@ -33,7 +33,7 @@ from hone.evals.results import Folder, find_unfinished
 from hone.records import Example, Rollout, Sampling
 from hone.text.printable import make_line, make_printable
 
-FAILURES = 16  # failures before any success after which the rest is skipped
+MAX_LEADING_FAILURES = 16  # failures before any success after which the rest is skipped
 
 
 def main(argv: list[str]) -> int:
@@ -192,7 +192,7 @@ async def collect_rollouts(
                 retries=args.max_retries,
                 known=known,
                 done=record_rollout,
-                give_up=lambda: failed >= FAILURES and not succeeds,
+                give_up=lambda: failed >= MAX_LEADING_FAILURES and not succeeds,
             )
         finally:
             await environment.close()

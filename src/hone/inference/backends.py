@@ -19,7 +19,7 @@ from hone.inference.event_loop import run_event_loop as run_loop
 from hone.inference.served_model import Served, find_allowed_directories
 
 log = logging.getLogger("hone.inference")
-LOOK = 0.2  # seconds between looks whether vLLM is there
+POLL_SECONDS = 0.2  # seconds between looks whether vLLM is there
 
 
 def takes_vllm(config: InferenceConfig) -> bool:
@@ -145,7 +145,7 @@ class Vllm:
                     self.process.__exit__()
                     # At once, so that clients see the failure and retry elsewhere.
                     os._exit(BACKEND_LOST)
-                await asyncio.wait([serving], timeout=LOOK)
+                await asyncio.wait([serving], timeout=POLL_SECONDS)
             await self.sampler.close()
             await serving
 

@@ -40,11 +40,13 @@ from hone.transport.delivery import Message
 if TYPE_CHECKING:
     from hone.inference.samplers.embedded import EmbeddedSampler
 
-HEAD = 8  # bytes that tell the length of a frame
-RESULTS = 2  # results handled per turn: requests that end together are answered one after another
-GRACE = 10.0  # seconds in which the engine's process has to exit
+LENGTH_BYTES = 8  # bytes that tell the length of a frame
+RESULTS_PER_TURN = (
+    2  # results handled per turn: requests that end together are answered one after another
+)
+EXIT_SECONDS = 10.0  # seconds in which the engine's process has to exit
 # Seconds that the sampling thread waits at most for the thread that takes calls; default 0.005.
-SWITCH = 0.0005
+SWITCH_SECONDS = 0.0005
 
 log = logging.getLogger("hone.inference")
 
@@ -82,11 +84,11 @@ class Frames(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._read += data
         start = 0
-        while (end := start + HEAD) <= len(self._read):
-            end += int.from_bytes(self._read[start : start + HEAD], "little")
+        while (end := start + LENGTH_BYTES) <= len(self._read):
+            end += int.from_bytes(self._read[start : start + LENGTH_BYTES], "little")
             if end > len(self._read):
                 break
-            value = pickle.loads(bytes(self._read[start + HEAD : end]))
+            value = pickle.loads(bytes(self._read[start + LENGTH_BYTES : end]))
             start = end
             self._arrived.append(value)
         del self._read[:start]
@@ -110,7 +112,7 @@ class Frames(asyncio.Protocol):
 
 def encode_frame(value: Any) -> bytes:
     data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
-    return len(data).to_bytes(HEAD, "little") + data
+    return len(data).to_bytes(LENGTH_BYTES, "little") + data
 
 
 def receive_value(sock: socket.socket) -> Any:
@@ -126,7 +128,7 @@ def receive_value(sock: socket.socket) -> Any:
             count -= len(part)
         return b"".join(parts)
 
-    return pickle.loads(read_exactly(int.from_bytes(read_exactly(HEAD), "little")))
+    return pickle.loads(read_exactly(int.from_bytes(read_exactly(LENGTH_BYTES), "little")))
 
 
 # ---------------------------------------------------------------------------------------------- requests as bytes
@@ -191,7 +193,7 @@ class ApartSampler(Sampler):
     async def open(self, sock: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         _, self.frames = await loop.create_connection(
-            lambda: Frames(self._handle_frame, self.lost, RESULTS), sock=sock
+            lambda: Frames(self._handle_frame, self.lost, RESULTS_PER_TURN), sock=sock
         )
 
     def _handle_frame(
@@ -327,14 +329,14 @@ class Apart:
     def __exit__(self, *_: object) -> None:
         self.sock.close()  # ends the engine process
         try:
-            self.process.wait(GRACE)
+            self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
 
     def _describe_failure(self) -> str:
         try:
-            code = self.process.wait(GRACE)
+            code = self.process.wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self.process.kill()
             code = self.process.wait()
@@ -438,7 +440,7 @@ def main(number: int) -> None:
 
     sock = socket.socket(fileno=number)
     config = receive_value(sock)
-    sys.setswitchinterval(SWITCH)
+    sys.setswitchinterval(SWITCH_SECONDS)
     machine.prepare_environment()
     start_logging(config.log_level)
     machine.Neighbours.start_watching()

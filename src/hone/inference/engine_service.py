@@ -28,7 +28,9 @@ from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
-AWAKE = 0.5  # longest wait in seconds: a signal that arrives just before one is handled after it
+MAX_WAIT_SECONDS = (
+    0.5  # longest wait in seconds: a signal that arrives just before one is handled after it
+)
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
@@ -183,7 +185,7 @@ class EngineService:
         while True:
             with self._wake:
                 while not self._inbox and not self._has_work() and not self._closing:
-                    self._wake.wait(AWAKE)
+                    self._wake.wait(MAX_WAIT_SECONDS)
                 if self._closing:
                     return
                 inbox, self._inbox = self._inbox, []

@@ -28,9 +28,9 @@ from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 
 WAVES = (1, 2, 7, 16, 33, 128)  # rollouts sampled at once, cyclically
 BUDGETS = (700, 16_384, 3_000)  # tokens per micro-batch, cyclically
-GIB = 4.0  # of keys and values
+CACHE_GIB = 4.0  # of keys and values
 LETTERS = string.ascii_letters + string.digits + " .,"
-LOOKED_AT = 4  # rollouts compared layer by layer
+COMPARED_ROLLOUTS = 4  # rollouts compared layer by layer
 Waves = list[tuple[list[int], list[int], list[float]]]  # prompt, completion, logprobs
 
 
@@ -83,7 +83,9 @@ def probe_model(
     """Compare the two sides of a model, on `count` rollouts of random tokens."""
     sampled = Merged(model).model
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
-    engine = Engine(sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=GIB)
+    engine = Engine(
+        sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=CACHE_GIB
+    )
     rollouts = sample_waves(engine, count, max_tokens, temperature, random.Random(seed))
     return compare_logprobs(model, rollouts, temperature, sampled)
 
@@ -99,7 +101,9 @@ def compare_logprobs(
     differ = int((theirs != ours).sum())
     shortest = sorted((one for one in rollouts if len(one[1]) > 2), key=lambda one: len(one[0]))
     place = (
-        first_layer(model, sampled, shortest[:LOOKED_AT]) if differ and sampled is not None else ""
+        first_layer(model, sampled, shortest[:COMPARED_ROLLOUTS])
+        if differ and sampled is not None
+        else ""
     )
     return Found(len(ours), differ, float(change.abs().max()), mismatch, place)
 
@@ -230,7 +234,10 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
         engine = Engine(
-            sampled, max_batch_size=1, max_model_len=len(prompt) + len(own) + 1, kv_cache_gib=GIB
+            sampled,
+            max_batch_size=1,
+            max_model_len=len(prompt) + len(own) + 1,
+            kv_cache_gib=CACHE_GIB,
         )
         engine.graphs = engine.packed = engine.decoder.packed = None  # layer by layer
         with outputs_of(sampled) as theirs:

@@ -39,8 +39,11 @@ from hone.process_report import REPORT_VARIABLE, read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL
-KILLS, WITHIN = 5, 60.0  # this many kills of inference within this many seconds end a run
+TERM_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
+MAX_KILLS, KILLS_WITHIN_SECONDS = (
+    5,
+    60.0,
+)  # this many kills of inference within this many seconds end a run
 
 log = logging.getLogger("hone.rl")
 
@@ -223,7 +226,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     Inference that is killed is restarted: the orchestrator loads the current weights before it
     sends requests. Raises ValueError with the cause if a component fails.
     """
-    kills: deque[float] = deque(maxlen=KILLS)
+    kills: deque[float] = deque(maxlen=MAX_KILLS)
     trainers, is_signalled = [child for child in children if child.is_trainer], False
     while True:
         if preemption.is_asked() and not is_signalled:
@@ -233,7 +236,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
         _raise_if_preempted(trainers)
         for child in children:
             code = child.exit_code()
-            if code is None or (child.is_trainer and code == preemption.AGAIN):
+            if code is None or (child.is_trainer and code == preemption.EXIT_PREEMPTED):
                 continue
             if child.is_server and (code < 0 or code == BACKEND_LOST) and _may_restart(kills):
                 log.warning("%s; started again", child.describe_failure())
@@ -249,7 +252,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
 def _raise_if_preempted(trainers: list[Child]) -> None:
     """Raise Preempted once all trainers have ended and one was preempted."""
     codes = [child.exit_code() for child in trainers]
-    if preemption.AGAIN in codes and None not in codes:
+    if preemption.EXIT_PREEMPTED in codes and None not in codes:
         report = read_report(trainers[0].report)
         message = report.get("preempted", "stopped on request")
         raise preemption.Preempted(message, report.get("can_resume", False))
@@ -258,7 +261,7 @@ def _raise_if_preempted(trainers: list[Child]) -> None:
 def _may_restart(kills: deque[float]) -> bool:
     """Note that a server was killed now; return False after too many within a short time."""
     kills.append(time.monotonic())
-    return len(kills) < KILLS or kills[-1] - kills[0] > WITHIN
+    return len(kills) < MAX_KILLS or kills[-1] - kills[0] > KILLS_WITHIN_SECONDS
 
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
@@ -266,7 +269,7 @@ def find_first_failure(children: list[Child], found: Child) -> Child:
     failed = [
         child
         for child in children
-        if child is found or (child.exit_code() or 0) not in (0, preemption.AGAIN)
+        if child is found or (child.exit_code() or 0) not in (0, preemption.EXIT_PREEMPTED)
     ]
     for child in failed:
         child.reader.join(0.5)
@@ -278,7 +281,7 @@ def end_children(children: list[Child]) -> None:
     running = [child.process for child in children if child.process.poll() is None]
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + TERM_SECONDS
     for process in running:
         try:
             process.wait(max(0.0, deadline - time.monotonic()))

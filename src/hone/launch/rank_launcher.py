@@ -15,7 +15,7 @@ import time
 from hone import preemption
 from hone.launch.plan import environments_of_ranks
 
-GRACE = 5.0  # seconds between SIGTERM and SIGKILL
+TERM_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(argv: list[str]) -> int:
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
             )
     while True:
         codes = [rank.poll() for rank in ranks]
-        failed = [code for code in codes if code not in (None, 0, preemption.AGAIN)]
+        failed = [code for code in codes if code not in (None, 0, preemption.EXIT_PREEMPTED)]
         if None not in codes:
             return next((_shell_code(code) for code in codes if code), 0)
         if failed:
@@ -72,7 +72,7 @@ def end_ranks(ranks: list["subprocess.Popen[bytes]"]) -> None:
     """End the ranks: SIGTERM, some seconds, SIGKILL."""
     for rank in ranks:
         rank.terminate()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + TERM_SECONDS
     while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
         time.sleep(0.1)
     for rank in ranks:

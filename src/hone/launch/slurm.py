@@ -35,7 +35,7 @@ PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)
 CHECKPOINTS = 50  # default checkpoint interval in steps, so that a job can resume
 OPTIONS = ("account", "partition", "time", "qos", "mem", "mail_user", "constraint", "dependency")
 STATES = "%i|%T|%M|%R"
-DEAD = 60.0  # seconds that a Slurm command may take
+COMMAND_SECONDS = 60.0  # seconds that a Slurm command may take
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -461,7 +461,7 @@ def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,
-            timeout=DEAD,
+            timeout=COMMAND_SECONDS,
             check=False,
         )
     except FileNotFoundError:
@@ -470,5 +470,5 @@ def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
         ) from None
     except subprocess.TimeoutExpired:
         raise ValueError(
-            f"{words[0]} has not answered for {DEAD:.0f} s; is slurmctld up?"
+            f"{words[0]} has not answered for {COMMAND_SECONDS:.0f} s; is slurmctld up?"
         ) from None

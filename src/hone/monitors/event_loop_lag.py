@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-LOOK, ALARM = 0.02, 1.0  # seconds between measurements; a lag that is reported
+MEASURE_SECONDS, ALARM_SECONDS = 0.02, 1.0  # seconds between measurements; a lag that is reported
 
 
 class Lag:
@@ -20,10 +20,10 @@ class Lag:
     async def watch_loop(self) -> None:
         while True:
             start = time.monotonic()
-            await asyncio.sleep(LOOK)
+            await asyncio.sleep(MEASURE_SECONDS)
             now = time.monotonic()
-            self._seen.append(now - start - LOOK)
-            if self._seen[-1] > ALARM and now - self._warned > 60.0:
+            self._seen.append(now - start - MEASURE_SECONDS)
+            if self._seen[-1] > ALARM_SECONDS and now - self._warned > 60.0:
                 self._warned = now
                 self.log.warning(
                     "The event loop stood still for %.1f s: an environment that blocks? (orchestrator.env.workers)",

@@ -33,7 +33,7 @@ COLUMNS = (
     "error",
 )
 DISTRIBUTIONS = ("reward", "advantage", "tokens")
-LONGEST = 4000  # characters of a text in a table
+MAX_CHARACTERS = 4000  # characters of a text in a table
 Rows = list[dict[str, Any]]  # rollouts, with COLUMNS as keys
 
 
@@ -246,7 +246,7 @@ def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | N
 def _fence_text(text: str) -> str:
     """Return text as a Markdown code block."""
     fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
-    return f"{fence}\n{text[:LONGEST]}\n{fence}"
+    return f"{fence}\n{text[:MAX_CHARACTERS]}\n{fence}"
 
 
 def _wall_time() -> float:

@@ -35,7 +35,9 @@ from hone.orchestrator.teacher import Teacher
 from hone.records import Batch, Example, Prompt, Rollout
 
 log = logging.getLogger("hone.orchestrator")
-REFILLS = 4  # batches of groups without signal that a step replaces before it continues with fewer
+MAX_REFILLS = (
+    4  # batches of groups without signal that a step replaces before it continues with fewer
+)
 
 
 @dataclass
@@ -294,7 +296,7 @@ class Orchestrator:
             return
         group = work.result()
         group.version = group.oldest_version(begun.version)
-        room = REFILLS * self.config.prompts_per_step
+        room = MAX_REFILLS * self.config.prompts_per_step
         if (
             self.settings[group.task.env].refill
             and group.unused

@@ -20,14 +20,16 @@ from hone.clients.http import HttpClient, ServerLost
 from hone.config.rl_config import OrchestratorRunConfig
 from hone.records import Refused
 from hone.run_directory import RunDirectory, Steps
-from hone.transport.deadlines import POLL, PulseOf, Wait
+from hone.transport.deadlines import POLL_SECONDS, PulseOf, Wait
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 
 PATIENCE = 20.0  # seconds in which another trainer may still claim the directory of a run that seems to be over
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, unless configured
 # … for servers that round logits elsewhere.
 OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}
-MOVED = 0.02  # a change of the trainer's canary that a server with new weights must reproduce
+CANARY_CHANGE = (
+    0.02  # a change of the trainer's canary that a server with new weights must reproduce
+)
 
 
 class RowSink(Protocol):
@@ -134,7 +136,7 @@ class Weights:
                         continue
                     # The next version is loaded afterwards, so that results are of one version.
                     await evaluate(self.version)
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
     async def at_least(self, version: int) -> None:
         """Wait until the servers have that version."""
@@ -147,7 +149,7 @@ class Weights:
                 )
             if wait.is_check_due():
                 self.run.require_own()
-            await asyncio.sleep(POLL)
+            await asyncio.sleep(POLL_SECONDS)
 
     def find_delivery(self, rows: RowSink) -> Delivery | None:
         """Return the newest published version, or the first that is to be evaluated, or None."""
@@ -285,7 +287,7 @@ class Weights:
                 abs(a - b)
                 for a, b in zip(delivery.canary.logprobs, before[0].canary.logprobs, strict=True)
             )
-            if moved > MOVED:
+            if moved > CANARY_CHANGE:
                 raise ConnectionError(
                     f"{client.base_url} scores the canary of version {version} exactly as that of version "
                     f"{before[0].version}, though the trainer's has moved by {moved:.2g}: it keeps the old weights"

@@ -32,9 +32,9 @@ log = logging.getLogger("hone.text")
 # No threads of its own, and no warnings after a fork.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 BEFORE = "\x01"  # a separator before text that continues tokens; it is a token of its own
-LONG_TEXT = 4096  # characters from which a text is encoded without the GIL
-CONTEXT = 8  # preceding tokens that can change the text of the next ones
-PROMPT_END = 16  # last tokens of a prompt that are searched for an open thought
+LONG_TEXT_CHARACTERS = 4096  # characters from which a text is encoded without the GIL
+CONTEXT_TOKENS = 8  # preceding tokens that can change the text of the next ones
+PROMPT_END_TOKENS = 16  # last tokens of a prompt that are searched for an open thought
 
 
 def leading_tokens(text: str, added: Collection[str]) -> list[str]:
@@ -167,7 +167,7 @@ class Tokenizer:
         Long texts are encoded without the GIL. Raises ValueError for invalid Unicode.
         """
         text.encode()  # refuses lone surrogates, which JSON can carry
-        if len(text) < LONG_TEXT:
+        if len(text) < LONG_TEXT_CHARACTERS:
             encoding = self.encoder.encode(text, add_special_tokens=add_special_tokens)
         else:
             (encoding,) = self.encoder.encode_batch([text], add_special_tokens=add_special_tokens)
@@ -197,8 +197,10 @@ class Tokenizer:
     def context_of(self, before: list[int], skip_special_tokens: bool = True) -> list[int]:
         """Return the last of the given tokens that belong to a text."""
         if not skip_special_tokens:
-            return before[-CONTEXT:]
-        return [token for token in before[-4 * CONTEXT :] if not self.is_dropped(token)][-CONTEXT:]
+            return before[-CONTEXT_TOKENS:]
+        return [token for token in before[-4 * CONTEXT_TOKENS :] if not self.is_dropped(token)][
+            -CONTEXT_TOKENS:
+        ]
 
     def decode_after(
         self, before: list[int], ids: list[int], skip_special_tokens: bool = True
@@ -295,7 +297,9 @@ class Tokenizer:
         if not prompt.tools:
             return Turn(prompt_ids, completion, text)
         template = self.require_template()
-        thinks = opens_thought(self.decode(prompt_ids[-PROMPT_END:], skip_special_tokens=False))
+        thinks = opens_thought(
+            self.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
+        )
         limits = [limit for limit in (most_calls, template.most_calls) if limit is not None]
         most, number = min(limits, default=None), len(prompt.messages)
         calls = parse_tool_calls(text, template.call_format, number, prompt.tools, thinks, most)

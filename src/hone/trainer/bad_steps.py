@@ -16,7 +16,7 @@ from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import local_part
 
-SHOWN = 8  # sequences that are written
+SHOWN_SEQUENCES = 8  # sequences that are written
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def handle_bad_step(
             raise ValueError(f"step {step}: the gradients' norm is {norm:.4g}")
         return
     worst = sorted(range(count), key=lambda i: -norms[i] if math.isfinite(norms[i]) else -math.inf)[
-        :SHOWN
+        :SHOWN_SEQUENCES
     ]
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"step_{step}.jsonl"

@@ -12,10 +12,10 @@ from typing import TypeVar
 from hone import machine
 
 T = TypeVar("T")
-BEAT, REMIND, POLL = 0.5, 30.0, 0.004  # seconds
+BEAT_SECONDS, REMIND_SECONDS, POLL_SECONDS = 0.5, 30.0, 0.004  # seconds
 # Seconds of silence after which a process does not come back: a suspended machine has woken by
 # then.
-DEATH = 120.0
+DEATH_SECONDS = 120.0
 
 
 class Beside:
@@ -58,7 +58,7 @@ class Pulse(Beside):
             with contextlib.suppress(OSError):  # a network file system may fail once
                 partial.write_text(f"{os.getpid()} {count}")
                 partial.replace(self.path)
-            if self._stop.wait(BEAT):
+            if self._stop.wait(BEAT_SECONDS):
                 return
 
 
@@ -76,7 +76,7 @@ class PulseOf:
     def is_beating(self) -> bool:
         """Return True if it changed within the last seconds; False before a change was seen."""
         now = time.monotonic()
-        if now - self._looked > BEAT / 2:
+        if now - self._looked > BEAT_SECONDS / 2:
             self._looked, value = now, self._read_pulse()
             if value is not None and value != self._last:
                 self._last, self._changed = value, now
@@ -91,7 +91,9 @@ class PulseOf:
 
     def is_dead(self) -> bool:
         """Return True if it has been silent for too long to come back."""
-        return self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH
+        return (
+            self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH_SECONDS
+        )
 
     def _read_pulse(self) -> str | None:
         try:
@@ -112,7 +114,7 @@ class Watch(Beside):
 
     def _run_thread(self) -> None:
         heard, missed = set[str](), set[str]()
-        while not self._stop.wait(BEAT):
+        while not self._stop.wait(BEAT_SECONDS):
             for who, pulse in self.peers.items():
                 if pulse.is_beating():
                     if who in missed:
@@ -144,7 +146,7 @@ class Wait:
             raise ConnectionError(
                 f"waited {self.seconds:.0f} s for {self.what}{self.hint and '; ' + self.hint}"
             )
-        if now - self.reminded > REMIND:
+        if now - self.reminded > REMIND_SECONDS:
             self.reminded = now
             self.log.info("Waiting for %s (%.0f s so far)", self.what, now - self.start)
         is_due = now - self.second > 1.0
@@ -162,4 +164,4 @@ def wait_for(
             return value
         if wait.is_check_due():
             each_second()
-        time.sleep(POLL)
+        time.sleep(POLL_SECONDS)

@@ -25,7 +25,7 @@ from torch import Tensor
 ALIGNMENT = 256  # bytes, like torch's allocations
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NONE = -1  # version of invalid contents
-LOOK = 0.0005  # seconds between attempts to lock a stamp
+LOCK_POLL_SECONDS = 0.0005  # seconds between attempts to lock a stamp
 Layout = list[tuple[str, str, list[int], int]]  # name, dtype, shape and first byte of each tensor
 
 
@@ -162,7 +162,7 @@ def _acquire_lock(file: IO[bytes], kind: int, seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return False
-            time.sleep(LOOK)
+            time.sleep(LOCK_POLL_SECONDS)
 
 
 def machine_of() -> str:

@@ -53,12 +53,12 @@ log = logging.getLogger("hone.inference")
 TIMEOUT, CONNECT = (timedelta(seconds=120), timedelta(seconds=10))
 # Seconds that the sender waits for a request before it waits again; torch warns each time.
 IDLE = timedelta(days=20)
-COPIED = 20.0  # seconds in which a server of this machine has to copy the weights
+COPY_SECONDS = 20.0  # seconds in which a server of this machine has to copy the weights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-DIGEST = 64  # characters of a signature
+DIGEST_CHARACTERS = 64  # characters of a signature
 SEND, SHOW, TAKEN = "send", "show", "taken"  # requests of a server
-LOOK = 0.003  # seconds between checks of who has loaded a version
-PORTION = 2**27  # bytes per transfer, about, and of each of the two buffers
+POLL_SECONDS = 0.003  # seconds between checks of who has loaded a version
+PORTION_BYTES = 2**27  # bytes per transfer, about, and of each of the two buffers
 
 
 class Secret:
@@ -82,9 +82,11 @@ class Secret:
             text = signed.decode() if isinstance(signed, bytes) else signed
         except UnicodeDecodeError:
             text = ""
-        if not hmac.compare_digest(text[:DIGEST], self._compute_digest(key, text[DIGEST:])):
+        if not hmac.compare_digest(
+            text[:DIGEST_CHARACTERS], self._compute_digest(key, text[DIGEST_CHARACTERS:])
+        ):
             raise PermissionError("a message that does not have the run's signature")
-        return text[DIGEST:]
+        return text[DIGEST_CHARACTERS:]
 
     def _compute_digest(self, *parts: str) -> str:
         return hmac.new(self.key, "\0".join(parts).encode(), "sha256").hexdigest()
@@ -127,7 +129,7 @@ class NetworkSender(Sender):
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         # Readers finish before the snapshot is gone.
-        with self._stamp.change_version(NONE, COPIED):
+        with self._stamp.change_version(NONE, COPY_SECONDS):
             pass
         port = int(self.source.rpartition(":")[2])
         # Wakes the thread.
@@ -156,10 +158,10 @@ class NetworkSender(Sender):
         with self._lock:
             if self._snapshot is None:
                 self._snapshot = Owned(tensors, next(iter(tensors.values())).device)
-            with self._stamp.change_version(version, COPIED) as is_alone:
+            with self._stamp.change_version(version, COPY_SECONDS) as is_alone:
                 if not is_alone:
                     said = "Version %d replaces one that somebody has been reading for more than %.0f s"
-                    self.log.warning(said, version, COPIED)
+                    self.log.warning(said, version, COPY_SECONDS)
                 torch._foreach_copy_(
                     [self._snapshot.tensors[name] for name in tensors], list(tensors.values())
                 )
@@ -177,7 +179,7 @@ class NetworkSender(Sender):
             if time.monotonic() > deadline:
                 self.log.warning("Not every server has taken version %d", self._stamp.version)
                 return
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
 
     def _serve_requests(self) -> None:
         while True:
@@ -462,7 +464,7 @@ def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]
     """Group tensors into transfers of about PORTION bytes; yield (tensors, start, end)."""
     begin = 0
     for i, (*_, first) in enumerate([*layout[1:], ("", "", [], size)], 1):
-        if first - layout[begin][3] >= PORTION or i == len(layout):
+        if first - layout[begin][3] >= PORTION_BYTES or i == len(layout):
             yield layout[begin:i], layout[begin][3], first
             begin = i
 

@@ -23,9 +23,9 @@ from hone.environments.isolated import ARGUMENTS_VARIABLE, WorkerProcess
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
-RANGE = ">=0.1.9,<0.4"
+VERSION_RANGE = ">=0.1.9,<0.4"
 SCRIPT = Path(__file__).with_name("verifiers_worker.py")
-START = 300.0  # seconds to import the library and load the data
+LOAD_SECONDS = 300.0  # seconds to import the library and load the data
 
 
 def isolated_place(name: str) -> Path:
@@ -111,13 +111,13 @@ class Foreign(Environment):
                 [*self.words, "examples"],
                 capture_output=True,
                 text=True,
-                timeout=START,
+                timeout=LOAD_SECONDS,
                 check=False,
                 env=os.environ | {ARGUMENTS_VARIABLE: self.arguments},
             )
         except subprocess.TimeoutExpired:
             raise ValueError(
-                f"environment {self.name!r} was not loaded within {START:.0f} s"
+                f"environment {self.name!r} was not loaded within {LOAD_SECONDS:.0f} s"
             ) from None
         if done.returncode:
             said = done.stderr.strip().splitlines()

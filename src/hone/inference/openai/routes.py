@@ -33,12 +33,12 @@ from hone.inference.served_model import Served
 from hone.records import Completion, ContextFull, GenerateRequest, other_seed
 from hone.text.stop_strings import StopStrings
 from hone.text.structured_outputs import Following, Form, FormEnds, form_of_call
-from hone.text.tokenizer import CONTEXT
+from hone.text.tokenizer import CONTEXT_TOKENS
 
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
-MOST = 4096  # completions per request
-LONG = 32768  # characters from which a request is tokenized in a thread
+MAX_COMPLETIONS = 4096  # completions per request
+THREAD_CHARACTERS = 32768  # characters from which a request is tokenized in a thread
 
 
 class Refusal(ValueError):
@@ -270,7 +270,7 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
 
     Raises ValueError, before any work, for a text that cannot fit into the served model's context.
     """
-    if size <= LONG:
+    if size <= THREAD_CHARACTERS:
         return work()
 
     def check_then_work() -> T:
@@ -304,9 +304,9 @@ async def _build_requests(
     scans the whole vocabulary.
     """
 
-    if len(prompts) * (body.n or 1) > MOST:
+    if len(prompts) * (body.n or 1) > MAX_COMPLETIONS:
         raise ValueError(
-            f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MOST} completions"
+            f"{len(prompts)} prompts x n = {body.n or 1}: a request may ask for {MAX_COMPLETIONS} completions"
         )
 
     def build_all() -> list[GenerateRequest]:
@@ -340,7 +340,9 @@ def _build_requests_of_prompt(
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
     decode, first = partial(tokenizer.decode, skip_special_tokens=False), None
     if chat is None:  # the text of a completion continues the prompt's
-        first = partial(tokenizer.decode_after, prompt_ids[-CONTEXT:], skip_special_tokens=False)
+        first = partial(
+            tokenizer.decode_after, prompt_ids[-CONTEXT_TOKENS:], skip_special_tokens=False
+        )
 
     def build_request(i: int) -> GenerateRequest:
         before, draws = so_far[i].ids if so_far else [], seed + i

