@@ -36,7 +36,7 @@ def entry(name: str, what: Any, with_signature: bool = True) -> str:
         if inspect.isclass(what) or inspect.isroutine(what)
         else f"A type: `{what}`."
     )
-    said.append(f"{own or ''}\n")
+    said.append(f"{to_markdown(own or '')}\n")
     for method, function in (
         inspect.getmembers(what, inspect.isroutine) if inspect.isclass(what) else []
     ):
@@ -44,12 +44,31 @@ def entry(name: str, what: Any, with_signature: bool = True) -> str:
             "hone"
         ) and method in vars(what)
         if is_own and not method.startswith("_") and function.__doc__:
-            words = " ".join((inspect.getdoc(function) or "").split())
+            words = to_markdown(inspect.getdoc(function) or "")
             said.append(f"**`{method}{signature(function)}`**: {words}\n")
     for attribute, value in vars(what).items() if inspect.isclass(what) else []:
         if isinstance(value, property) and not attribute.startswith("_") and value.__doc__:
             said.append(f"**`{attribute}`**: {' '.join(value.__doc__.split())}\n")
     return "\n".join(said)
+
+
+def to_markdown(text: str) -> str:
+    """Return a Google-style docstring with its sections as lists, each item on one line."""
+    lines: list[str] = []
+    in_section = False
+    for line in text.split("\n"):
+        if line in ("Args:", "Attributes:"):
+            in_section = True
+            lines += [f"{line[:-1]}:", ""]
+        elif in_section and line.startswith("        "):
+            lines[-1] += f" {line.strip()}"
+        elif in_section and line.startswith("    "):
+            name, _, words = line.strip().partition(": ")
+            lines.append(f"- `{name}`: {words}")
+        else:
+            in_section = in_section and not line.strip()
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def signature(what: Any) -> str:
