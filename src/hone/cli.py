@@ -212,7 +212,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
         if not is_disk_full(error):
             write_report(error=f"{type(error).__name__}: {error}")
             raise
-        message = "the disk is full; make room, then --resume auto goes on where it was"
+        message = "the disk is full; make room, then --resume auto continues the run"
         return _print_error(command, message)
 
 

@@ -94,7 +94,7 @@ class RunDirectory:
         self.refuse_earlier(clean or resume)
         if self.command == "rl" and _is_pulse_changing(self.pulse_file("trainer")):
             raise ValueError(
-                f"a run is at work in {self.path}: its trainer lives; end it or use another --output-dir"
+                f"a run is active in {self.path}: its trainer is alive; stop it or use another --output-dir"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -141,7 +141,7 @@ def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp
     done = processes(out, trained, *words, ok=False)
     full.join()
     last = done.stderr.splitlines()[-1]
-    assert "error: the disk is full; make room, then --resume auto goes on where it was" in last, (
+    assert "error: the disk is full; make room, then --resume auto continues the run" in last, (
         done.stderr
     )
     (small_disk / "filler").unlink()
@@ -424,11 +424,11 @@ def minute(under_way):
         (
             "inference",
             "orchestrator",
-            r"\(/health did not answer within \d+ s\); what was asked of it is asked again",
+            r"\(/health did not answer within \d+ s\); its requests are retried",
         ),
-        ("orchestrator", "trainer", r"No sign of life from the orchestrator for \d+ s"),
-        ("trainer", "orchestrator", r"No sign of life from the trainer for \d+ s"),
-        ("worker", "orchestrator", r"gives no sign of life for \d+ s: it is killed, and its"),
+        ("orchestrator", "trainer", r"No heartbeat from the orchestrator for \d+ s"),
+        ("trainer", "orchestrator", r"No heartbeat from the trainer for \d+ s"),
+        ("worker", "orchestrator", r"has not responded for \d+ s: it is killed, and its"),
     ],
 )
 def test_what_stands_still_for_a_minute_is_named_by_the_others_and_changes_nothing(

@@ -90,10 +90,10 @@ def test_a_run_that_was_asked_to_leave_ends_as_one_that_was_not(kind, trained, t
     name, last = ("metrics_sft.jsonl", 4 * STEPS) if kind == "sft" else ("metrics.jsonl", STEPS)
     words = words_of(kind, trained, out, tmp_path)
     said = leave(words, out, tmp_path, out / name)
-    assert "as asked; its checkpoint is in" in said and "--resume auto goes on" in said
+    assert "as requested; its checkpoint is in" in said and "--resume auto continues the run" in said
     assert not (out / "weights" / f"step_{last}").exists()
     more = command(*words, "--resume", "auto")
-    assert "Going on from" in more.stdout
+    assert "Resuming from" in more.stdout
     files = [path / "weights" / f"step_{last}" / "model.safetensors" for path in (whole, out)]
     assert files[0].read_bytes() == files[1].read_bytes()
     steps = [json.loads(line)["step"] for line in (out / name).open()]
@@ -119,7 +119,7 @@ def test_ctrl_c_writes_a_checkpoint_and_says_the_command_that_continues(kind, tr
     typed = next(line for line in said.splitlines() if line.startswith("continue with: "))
     again = shlex.split(typed.removeprefix("continue with: "))
     assert again[-len(words) - 1 :] == [*words[:-1], "--resume", "auto"]
-    assert "Going on from" in command(*again[-len(words) - 1 :]).stdout
+    assert "Resuming from" in command(*again[-len(words) - 1 :]).stdout
     assert [json.loads(line)["step"] for line in (out / name).open()] == list(range(1, last + 1))
 
 

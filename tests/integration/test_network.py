@@ -125,14 +125,14 @@ def sent_and_received(device="cpu", gpu=None, is_near=True, opening=()):
             servers += [Server(message, gpu, dtype, *opening) for dtype in ("float32", "bfloat16")]
             assert servers[0].take(5) == f"{model_checksum(made(1))} {way}"
             assert servers[1].take(5) == f"{model_checksum(made(1).bfloat16())} {way}"
-            assert servers[0].take(7) == "version 7 was asked for, the trainer has 5"
+            assert servers[0].take(7) == "version 7 was requested, the trainer has 5"
             servers[1].end()
             servers[1] = Server(message, gpu, "float32", *opening)  # started again
             sender.send_version(6, two, None)
             assert [server.take(6) for server in servers] == [
                 f"{model_checksum(made(2))} {way}"
             ] * 2
-            assert servers[0].take(5) == "version 5 was asked for, the trainer has 6"
+            assert servers[0].take(5) == "version 5 was requested, the trainer has 6"
             # The server that was ended had 5. That the others have 6 is said after they have it.
             deadline = time.monotonic() + HANG_SECONDS
             sender.wait_for_receivers(

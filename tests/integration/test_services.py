@@ -342,7 +342,7 @@ def test_several_environments_with_shares_and_algorithms_of_their_own(trained, t
 def test_an_interrupted_launcher_leaves_nothing_behind(number, trained, tmp_path, started):
     run = Started(started, tmp_path / "run", trained, "--max-steps", 5000, "--ckpt.interval", 1)
     second = processes(tmp_path / "run", trained, "--clean", ok=False)
-    assert "a run is at work in" in second.stderr and run.process.poll() is None
+    assert "a run is active in" in second.stderr and run.process.poll() is None
     run.process.send_signal(number)
     assert run.process.wait(HANG_SECONDS) == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
     assert gone(tmp_path / "run") and "Traceback" not in run.log.read_text()

@@ -193,7 +193,7 @@ def test_cut_by_preemption_and_the_wall_time_it_ends_as_undisturbed(cluster, pla
     log = log_of(place, "cut", job)
     attempts = log.count("=== attempt ") - log.count(" ended with code ")
     assert attempts >= 4, log[-2000:]
-    assert "ended with code 85" in log and "as asked; its checkpoint is in" in log
+    assert "ended with code 85" in log and "as requested; its checkpoint is in" in log
     assert weights(place, "cut", steps) == weights(place, "whole", steps)
     assert (place / "cut" / "logs" / "attempt_0" / "trainer.log").exists()
     rows = [json.loads(line) for line in (place / "cut" / "metrics.jsonl").open()]
@@ -316,7 +316,7 @@ def test_jobs_in_a_chain_wait_for_each_other(cluster, place):
     assert len(jobs) == 2
     for job in jobs:
         ended(cluster, job)
-    assert "Going on from" in log_of(place, "chain", jobs[1])
+    assert "Resuming from" in log_of(place, "chain", jobs[1])
 
 
 @pytest.mark.parametrize(

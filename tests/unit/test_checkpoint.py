@@ -117,7 +117,7 @@ def test_what_resume_may_be(run, tmp_path):
     empty.path.mkdir()
     empty.weights_for(4).mkdir(parents=True)
     with pytest.raises(
-        ValueError, match="--resume auto: .* has weights of a run, and no checkpoint to go on from"
+        ValueError, match="--resume auto: .* has weights of a run, and no checkpoint to resume from"
     ):
         restored(empty, "auto")
     with pytest.raises(

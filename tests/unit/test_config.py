@@ -117,7 +117,7 @@ def test_booleans_lists_and_none(rl_toml):
         (["stray"], ["'stray' is not understood"]),
         (
             ["--weight-broadcast.type", "nccx"],
-            ["weight-broadcast.type: 'nccx' is none of filesystem, nccl", "nccl?"],
+            ["weight-broadcast.type: 'nccx' is not one of filesystem, nccl", "nccl?"],
         ),
         (
             ["--weight-broadcast.host", "::1"],

@@ -231,7 +231,7 @@ def test_a_loss_of_ones_own_by_import_path():
         ),
         (
             {"type": f"{__name__}:needs_what_there_is_not"},
-            "'wings'.* is none of whole_sequences, entropy",
+            "'wings'.* is not one of whole_sequences, entropy",
         ),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -254,7 +254,7 @@ def test_names_in_the_configuration_are_those_there_are():
         }
         assert name == "opd" or keys == KINDS[name].keys - {"ratio_type"}
     with pytest.raises(
-        ValidationError, match="advantage 'sdt' is none of mean, std, .*did you mean std"
+        ValidationError, match="advantage 'sdt' is not one of mean, std, .*did you mean std"
     ):
         GroupConfig(advantage="sdt")
 
@@ -301,7 +301,7 @@ def test_the_documented_advantage_ranks_a_group(documented):
 
 
 def test_mistakes_in_the_configuration():
-    with pytest.raises(ValidationError, match="'pppo' is none of mask, .*did you mean ppo"):
+    with pytest.raises(ValidationError, match="'pppo' is not one of mask, .*did you mean ppo"):
         LossConfig(type="pppo")
     with pytest.raises(ValidationError, match="loss.clip_low has no effect with loss.type mask"):
         LossConfig(clip_low=0.1)

@@ -169,7 +169,7 @@ def test_a_tracker_that_fails_is_left_out_and_said_once(caplog):
         "worse failed",
         "bad failed",
     ]
-    assert "no network): the run goes on without it" in caplog.records[0].message
+    assert "no network): the run continues without it" in caplog.records[0].message
 
 
 def test_what_is_not_installed_is_named_before_work_starts(monkeypatch):

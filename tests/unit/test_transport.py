@@ -191,7 +191,7 @@ def test_a_peer_that_falls_silent_is_named_and_one_that_ends_is_not(tmp_path, mo
             )
             ill._stop.set()  # as one that was stopped
             assert said(1) == [
-                "No sign of life from the trainer rank 1 for 1 s: has it died, or been stopped?"
+                "No heartbeat from the trainer rank 1 for 1 s: has it died, or been stopped?"
             ]
             ill._stop.clear()
             with Pulse(tmp_path / "ill"):

@@ -119,6 +119,6 @@ def test_what_arrives_is_what_was_sent(way, tmp_path, monkeypatch):
 
 def test_a_way_that_there_is_not_is_named():
     with pytest.raises(
-        ValueError, match="transport.type 'pigeon' is none of filesystem, adapter, nccl"
+        ValueError, match="transport.type 'pigeon' is not one of filesystem, adapter, nccl"
     ):
         make_receiver("pigeon")

@@ -163,7 +163,7 @@ class Fleet:
         if server.is_up:
             server.mark_lost(why)
             self.log.warning(
-                "Lost the server at %s (%s); what was asked of it is asked again",
+                "Lost the server at %s (%s); its requests are retried",
                 server.client.base_url,
                 why,
             )

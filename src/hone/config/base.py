@@ -24,7 +24,7 @@ from hone.config.secrets import redact_secrets, restore_secrets
 
 C = TypeVar("C", bound="Config")
 T = TypeVar("T")
-FREE = "may be changed when a run goes on"
+FREE = "may be changed when a run is resumed"
 # Marks a key, or a section with all its keys, that does not affect training, so that `--resume`
 # accepts a change. Unmarked keys must stay the same.
 Free = Annotated[T, FREE]
@@ -384,7 +384,7 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
         elif item["type"] == "union_tag_invalid":
             kinds = [kind.strip("'") for kind in item["ctx"]["expected_tags"].split(", ")]
             near = difflib.get_close_matches(item["ctx"]["tag"], kinds, n=1, cutoff=0.0)[0]
-            found = f"{item['ctx']['tag']!r} is none of {', '.join(kinds)}; did you mean {near}?"
+            found = f"{item['ctx']['tag']!r} is not one of {', '.join(kinds)}; did you mean {near}?"
             lines.append(f"{key}.type: {found}{place}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]

@@ -118,9 +118,9 @@ class BufferConfig(Config):
     hard_threshold: Share | None = None
     """Running mean reward up to which an example counts as hard."""
     easy_fraction: Share = 0.0
-    """Share of the easy examples that are still sampled when it is their turn; the others are passed over."""
+    """Share of the easy examples that are still sampled when it is their turn; the others are skipped."""
     hard_fraction: Share = 0.0
-    """Share of the hard examples that are still sampled when it is their turn; the others are passed over."""
+    """Share of the hard examples that are still sampled when it is their turn; the others are skipped."""
     newest_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Weight of the newest group in the running mean reward of its example; 1 forgets all earlier ones."""
     online_difficulty_filtering: bool = False
@@ -165,7 +165,7 @@ class OrchestratorConfig(GroupConfig):
     """Seconds that one attempt at a rollout may take before it counts as failed. In one process those of the next step
     begin shortly before the trainer's step ends, where this is 60 or more."""
     rollout_retries: Free[Annotated[int, Field(ge=0)]] = 1
-    """Further attempts at a rollout that failed, before the step goes on without it."""
+    """Further attempts at a rollout that failed, before the step continues without it."""
     eval: Free[EvalConfig | None] = None
     """Evaluate on environments while training; not done unless a key of this section is given."""
     teacher: TeacherConfig | None = None

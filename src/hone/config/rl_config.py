@@ -54,7 +54,7 @@ class TrainerConfig(Config):
     """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
     (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
     on_bad_step: Free[OnBadStep] = "stop"
-    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip goes on without that
+    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that
     step. Either way the worst samples are written to bad_steps/."""
     batch_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds that the trainer waits for the rollouts of a step before the run is ended."""
@@ -124,7 +124,7 @@ class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
 
 class RLConfig(ResumableConfig):
     dashboard: Free[bool] = False
-    """Serve the dashboard over output_dir while the run goes on; its address is printed. `hone dashboard DIR` serves it
+    """Serve the dashboard over output_dir during the run; its address is printed. `hone dashboard DIR` serves it
     at any time."""
     fork: Free[str | None] = None
     """RUN@N: begin with the checkpoint of step N of the run in that directory, with whatever keys differ from it. The

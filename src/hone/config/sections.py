@@ -212,7 +212,7 @@ def named_or_own(value: str, names: Iterable[str], key: str) -> str:
     if value not in names and ":" not in value:
         near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
         raise ValueError(
-            f"{key} {value!r} is none of {', '.join(names)}, nor package.module:function; did you mean {near}?"
+            f"{key} {value!r} is not one of {', '.join(names)}, nor package.module:function; did you mean {near}?"
         )
     return value
 
@@ -449,7 +449,7 @@ class ClientConfig(Config):
 
 class CkptConfig(Config):
     interval: Positive | None = None
-    """Write a checkpoint, from which --resume goes on, every this many steps and after the last. Unless given, one is
+    """Write a checkpoint, from which --resume continues, every this many steps and after the last. Unless given, one is
     written every `minutes`."""
     minutes: Annotated[float, Field(gt=0)] = 10.0
     """Without interval: minutes from one checkpoint to the next, at least."""

@@ -103,7 +103,7 @@ class SFTConfig(ResumableConfig):
     optim: OptimConfig = OptimConfig(lr=1e-5)
     scheduler: SchedulerConfig = SchedulerConfig()
     on_bad_step: Free[OnBadStep] = "stop"
-    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip goes on without that
+    """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that
     step. Either way the worst conversations are written to bad_steps/."""
     activation_checkpointing: Free[bool] = False
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,

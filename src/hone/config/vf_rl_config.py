@@ -207,9 +207,9 @@ class RLTrainerArgs(Config):
     eval_steps: Positive = 50
     """Steps from one evaluation to the next."""
     logging_steps: Positive = 1
-    """Print every so many steps."""
+    """Print every this many steps."""
     sample_steps: Annotated[int, Field(ge=0)] = 5
-    """Print a prompt and its completion every so many steps; 0 prints none."""
+    """Print a prompt and its completion every this many steps; 0 prints none."""
     report_to: (
         Annotated[list[Literal["wandb", "tensorboard", "none"]], BeforeValidator(as_list)] | None
     ) = None

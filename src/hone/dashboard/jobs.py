@@ -220,7 +220,7 @@ class Jobs:
             if job.state in ("queued", "running"):
                 raise ValueError(f"{name} is {job.state}")
             if job.where == "slurm":
-                raise ValueError("a job of Slurm is gone on with by Slurm: hone slurm status DIR")
+                raise ValueError("Slurm resumes its own jobs: hone slurm status DIR")
             job.state, job.resume, job.code = "queued", True, None
             return self._line_up(job)
 

@@ -62,7 +62,7 @@ class TokenTable:
         )
         marks = sorted({*MARK.findall(text)})
         if marks:
-            return f"{', '.join(marks[:3])} stands in the prompt as ordinary text: a special token of another tokenizer"
+            return f"{', '.join(marks[:3])} is in the prompt as ordinary text: a special token of another tokenizer"
         if len(added) > 2 and not used:
             names = ", ".join(sorted(added.values())[:4])
             return f"The prompt has none of the {len(added)} special tokens of the tokenizer ({names}, …)"

@@ -42,7 +42,7 @@ class Runs:
         return find_runs(self.root)
 
     def get_run(self, name: str) -> tuple[Run, Index]:
-        """Return a run. Raises KeyError if there is none of this name below the root."""
+        """Return a run. Raises KeyError if there is not one of this name below the root."""
         with self._lock:
             index = self._indexes.get(name)
         if index is None or not index.run.manifest_file.is_file():

@@ -75,7 +75,7 @@ class EnvGroup(Environment):
         for examples, owned in self._owned:
             if example.id < len(owned) and _is_same(examples[example.id], example):
                 return owned[example.id]
-        raise ValueError(f"example {example.id} of {example.task} is none of this group's")
+        raise ValueError(f"example {example.id} of {example.task} is not one of this group's")
 
     def _number_examples(self, of_each: list[list[Example]]) -> list[Example]:
         found: list[Example] = []

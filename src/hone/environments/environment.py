@@ -77,7 +77,7 @@ class Environment(ABC):
         if dataset is None and eval_dataset is None:
             raise ValueError("an environment needs a dataset or an eval_dataset")
         if others.pop("message_type", "chat") != "chat":
-            raise ValueError('message_type: Hone speaks to models in messages ("chat") alone')
+            raise ValueError('message_type: Hone only supports chat messages ("chat")')
         unknown = sorted(set(others) - HARMLESS)
         if unknown:
             raise ValueError(f"{type(self).__name__} takes no argument {unknown[0]!r}")

@@ -336,7 +336,7 @@ class WorkerProcess:
             limit = machine.silence_seconds() if self._is_up else START_SECONDS
             if time.monotonic() - self._last > limit and process.returncode is None:
                 log.warning(
-                    "The worker of %s (%d) gives no sign of life for %.0f s: it is killed, and its %d rollouts are "
+                    "The worker of %s (%d) has not responded for %.0f s: it is killed, and its %d rollouts are "
                     "tried again",
                     self.name,
                     process.pid,

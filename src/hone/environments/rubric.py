@@ -99,7 +99,7 @@ class Rubric:
                     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
                     hint = f"did you mean {near[0]}? " if near else ""
                     raise ValueError(
-                        f"reward function {name_of(func)} asks for {name!r}, which it will not get; {hint}"
+                        f"reward function {name_of(func)} needs {name!r}, which is not available; {hint}"
                         f"(there are: {', '.join(dict.fromkeys(known))})"
                     )
 

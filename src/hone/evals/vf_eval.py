@@ -157,7 +157,7 @@ def choose_folder(
     known = folder.read_known(settings)
     folder.token_ids = args.token_ids
     folder.end_line()
-    print(f"going on with {folder.path}: {len(known)} rollouts are there")
+    print(f"continuing {folder.path}: {len(known)} rollouts are done")
     return folder, known
 
 

@@ -17,7 +17,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesRequest,
 }
 CODES = {
-    "400": "What was asked for is refused, in words.",
+    "400": "The request is refused; the message says why.",
     "401": "The API key is wrong or missing.",
     "403": "Control routes answer to this machine alone, unless the server has an API key.",
     "404": "There is no such model here.",

@@ -82,12 +82,12 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             add(
                 "--train-nodes",
                 type=parse_count,
-                help="nodes that train, each with so many --train-gpus; needs --infer-nodes",
+                help="nodes that train, each with this many --train-gpus; needs --infer-nodes",
             )
             add(
                 "--infer-nodes",
                 type=parse_count,
-                help="nodes that sample, each with so many --infer-gpus",
+                help="nodes that sample, each with this many --infer-gpus",
             )
         add(
             "--cpus-per-gpu",

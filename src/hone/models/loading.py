@@ -27,7 +27,7 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
     check_links(directory)
     tokenizer = Tokenizer.for_model(directory, config)
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("model.device: cuda was asked for, but torch sees no GPU here")
+        raise ValueError("model.device: cuda was requested, but torch sees no GPU here")
     on_gpu = config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available())
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
         config.dtype, torch.bfloat16 if on_gpu else torch.float32

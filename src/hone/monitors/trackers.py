@@ -99,7 +99,7 @@ class Trackers:
 
     def _given_up(self, name: str, error: Exception) -> None:
         log.warning(
-            "%s failed (%s: %s): the run goes on without it", name, type(error).__name__, error
+            "%s failed (%s: %s): the run continues without it", name, type(error).__name__, error
         )
 
 

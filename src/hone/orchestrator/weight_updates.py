@@ -141,7 +141,7 @@ class Weights:
     async def at_least(self, version: int) -> None:
         """Wait until the servers have that version."""
         what = f"version {version} of the weights in {self.run.broadcasts}"
-        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still at work?")
+        wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still running?")
         while self.version < version:
             if self.seen < version and self.trainer.is_dead():
                 raise ConnectionError(

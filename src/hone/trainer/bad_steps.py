@@ -86,7 +86,7 @@ def handle_bad_step(
         cause = (
             f"{broken} weights are not finite themselves"
             if broken
-            else "a lower optim.lr? --on-bad-step skip goes on"
+            else "a lower optim.lr? --on-bad-step skip continues"
         )
         raise ValueError(f"{what} ({cause})")
     logging.getLogger("hone").warning("%s; the step is skipped", what)

@@ -66,13 +66,13 @@ class Checkpoints:
         self.wait_until_written()
         if self.policy is None:
             raise Preempted(
-                f"ended after step {step}, as asked; it cannot be resumed: ckpt is None",
+                f"stopped after step {step} as requested; it cannot be resumed: ckpt is None",
                 can_resume=False,
             )
         if step and not (self.run.checkpoints / f"step_{step}").exists():
             self._start_saving(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
-        raise Preempted(f"ended after step {step}, as asked; {kept}; --resume auto goes on")
+        raise Preempted(f"stopped after step {step} as requested; {kept}; --resume auto continues the run")
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if this step gets a checkpoint; the same on all ranks."""
@@ -220,7 +220,7 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     found = steps_in(run.checkpoints)
     if not found and resume == "auto" and run.has_weights():
         raise ValueError(
-            f"--resume auto: {run.path} has weights of a run, and no checkpoint to go on from (--ckpt.interval N "
+            f"--resume auto: {run.path} has weights of a run, and no checkpoint to resume from (--ckpt.interval N "
             "writes them); start again with --clean, or choose another --output-dir"
         )
     if not found and resume is True:
@@ -262,7 +262,7 @@ def restore_checkpoint(
     load_tensors(sources[at], optimizer.state_tensors())
     optimizer.follow_masters()
     step: int = header["step"]
-    logging.getLogger("hone").info("Going on from %s", sources[at])
+    logging.getLogger("hone").info("Resuming from %s", sources[at])
     return step
 
 
@@ -299,7 +299,7 @@ def is_whole(source: Path) -> bool:
         read_header(source)
     except Damaged as error:
         logging.getLogger("hone").warning(
-            "Checkpoint %s is damaged and passed over: %s", source, error
+            "Checkpoint %s is damaged and skipped: %s", source, error
         )
         return False
     return True

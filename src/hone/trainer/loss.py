@@ -153,7 +153,7 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
     unknown = asked - set(get_args(Need))
     if unknown:
         raise ValueError(
-            f"{key}.type {config.type}: @needs({min(unknown)!r}) is none of {', '.join(get_args(Need))}"
+            f"{key}.type {config.type}: @needs({min(unknown)!r}) is not one of {', '.join(get_args(Need))}"
         )
     return Loss(
         config,

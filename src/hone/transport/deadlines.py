@@ -126,7 +126,7 @@ class Watch(Beside):
                 elif who in heard and who not in missed:
                     missed.add(who)
                     self.log.warning(
-                        "No sign of life from the %s for %.0f s: has it died, or been stopped?",
+                        "No heartbeat from the %s for %.0f s: has it died, or been stopped?",
                         who,
                         machine.silence_seconds(),
                     )

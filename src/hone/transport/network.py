@@ -409,7 +409,7 @@ def is_near(message: Message, device: torch.device) -> bool:
 
 def unless_superseded(version: int, newest: int) -> None:
     if newest != version:
-        raise Superseded(f"version {version} was asked for, the trainer has {newest}")
+        raise Superseded(f"version {version} was requested, the trainer has {newest}")
 
 
 class _Arrivals:

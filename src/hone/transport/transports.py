@@ -53,5 +53,5 @@ class Receivers:
 def make_receiver(kind: str) -> Receiver:
     """Return a receiver. Raises ValueError for an unknown kind."""
     if kind not in RECEIVERS:
-        raise ValueError(f"transport.type {kind!r} is none of {', '.join(RECEIVERS)}")
+        raise ValueError(f"transport.type {kind!r} is not one of {', '.join(RECEIVERS)}")
     return RECEIVERS[kind]()

@@ -103,7 +103,7 @@ class VllmFiles:
     def _allocate_tensors(self, device: str) -> Tensors:
         if self.spec is None:
             raise ValueError(
-                "this model is none of Hone's families: its weights come as files alone"
+                "this model is not one of Hone's families: its weights come as files alone"
             )
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
