@@ -404,13 +404,13 @@ def test_a_reward_function_that_asks_for_what_is_not_there():
     for func, words in (
         (
             lambda completions_: 0.0,
-            "'completions_', which it will not get; did you mean completion",
+            "'completions_', which is not available; did you mean completion",
         ),
         (lambda completion, answers_key: 0.0, "did you mean answer"),
         (lambda judge: 0.0, "asks for 'judge'"),
         (
             lambda completions, answer: [0.0],
-            "'answer', which it will not get; did you mean answers",
+            "'answer', which is not available; did you mean answers",
         ),
     ):
         with pytest.raises(ValueError, match=words):
