@@ -90,7 +90,9 @@ def test_a_run_that_was_asked_to_leave_ends_as_one_that_was_not(kind, trained, t
     name, last = ("metrics_sft.jsonl", 4 * STEPS) if kind == "sft" else ("metrics.jsonl", STEPS)
     words = words_of(kind, trained, out, tmp_path)
     said = leave(words, out, tmp_path, out / name)
-    assert "as requested; its checkpoint is in" in said and "--resume auto continues the run" in said
+    assert (
+        "as requested; its checkpoint is in" in said and "--resume auto continues the run" in said
+    )
     assert not (out / "weights" / f"step_{last}").exists()
     more = command(*words, "--resume", "auto")
     assert "Resuming from" in more.stdout

@@ -20,8 +20,9 @@ from hone.models.adapters import Adapter, Adapters
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import hf_names
+from hone.models.layers import grouped_linear
 from hone.models.lora import add_lora, lora_modules
-from hone.models.transformer import Transformer, grouped_linear
+from hone.models.transformer import Transformer
 from hone.orchestrator.group import samples_of
 from hone.records import (
     Batch,

@@ -31,8 +31,9 @@ from hone.kernels.orthogonal import orthogonal, orthogonal_reference
 from hone.kernels.row_gather import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.lora import add_lora
+from hone.models.ops import CPU, CpuOps
 from hone.models.spec import ModelSpec
-from hone.models.transformer import Block, Transformer
+from hone.models.transformer import Transformer
 from hone.trainer.packing import pack_sequences, pack_shared
 from tests import twins
 
@@ -301,7 +302,7 @@ def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack
     packed, results = pack_samples(ids, [[j > 1 for j in range(len(row))] for row in ids]), []
     for is_whole in (True, False):
         if not is_whole:
-            monkeypatch.setattr(Block, "is_compiled", lambda self, x_TD, keep_N: False)
+            monkeypatch.setattr(CpuOps, "can_fuse", lambda *_: False)
         model.zero_grad()
         hidden = packed.target_hidden(model)
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
@@ -313,16 +314,17 @@ def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack
 def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_operations():
     spec = ModelSpec(40, 48, 72, 1, 4, 2, 16, 1e-6, 100.0, True, 64, 0.3, False)
     x = torch.ones(4, 48)
-    assert Transformer(spec).blocks[0].is_compiled(x)
+    assert CPU.can_fuse(Transformer(spec).blocks[0], x)
     frozen, adapted = Transformer(spec), Transformer(spec)
     next(frozen.blocks.parameters()).requires_grad_(False)
     add_lora(adapted, LoRAConfig(rank=2), 0)
     biased, unscaled = (
         Transformer(replace(spec, **change)) for change in ({"qkv_bias": True}, {"qk_norm": False})
     )
-    assert not any(model.blocks[0].is_compiled(x) for model in (frozen, adapted, biased, unscaled))
+    others = (frozen, adapted, biased, unscaled)
+    assert not any(CPU.can_fuse(model.blocks[0], x) for model in others)
     with torch.no_grad():
-        assert not Transformer(spec).blocks[0].is_compiled(x)
+        assert not CPU.can_fuse(Transformer(spec).blocks[0], x)
 
 
 @compiled

@@ -19,8 +19,9 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import DecodeRows
 from hone.kernels.linear import LARGE_WEIGHT
+from hone.models.layers import Linear
 from hone.models.lora import lora_modules
-from hone.models.transformer import Block, Linear, Transformer
+from hone.models.transformer import Block, Transformer
 
 NO_DRAWS = (0,) * 10  # placeholder arguments without draws
 

@@ -22,7 +22,8 @@ from hone.config.sections import ClientConfig
 from hone.engine.engine import Engine
 from hone.models.loading import load_configured
 from hone.models.lora import Merged, add_lora, lora_modules
-from hone.models.transformer import Pending, Transformer
+from hone.models.ops import Pending
+from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hone.models.hf import hf_names, split_rows
-from hone.models.transformer import Linear, Transformer
+from hone.models.layers import Linear
+from hone.models.transformer import Transformer
 
 # Keys of an adapter_config.json that change what an adapter computes, with the values for plain B A
 # x. Other keys may only say how it was trained or where it came from.

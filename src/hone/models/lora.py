@@ -23,8 +23,9 @@ from hone.config.lora_config import LoRAConfig
 from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.hf import hf_names, split_rows
+from hone.models.layers import Linear
 from hone.models.spec import ModelSpec
-from hone.models.transformer import Linear, Transformer
+from hone.models.transformer import Transformer
 
 Whole = Callable[[Tensor], Tensor]
 

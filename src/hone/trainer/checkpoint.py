@@ -72,7 +72,9 @@ class Checkpoints:
         if step and not (self.run.checkpoints / f"step_{step}").exists():
             self._start_saving(step, True, config, metrics, progress)
         kept = f"its checkpoint is in {self.run.checkpoints}" if step else "nothing was to be kept"
-        raise Preempted(f"stopped after step {step} as requested; {kept}; --resume auto continues the run")
+        raise Preempted(
+            f"stopped after step {step} as requested; {kept}; --resume auto continues the run"
+        )
 
     def is_due(self, step: int, is_last: bool) -> bool:
         """Return True if this step gets a checkpoint; the same on all ranks."""
@@ -298,9 +300,7 @@ def is_whole(source: Path) -> bool:
     try:
         read_header(source)
     except Damaged as error:
-        logging.getLogger("hone").warning(
-            "Checkpoint %s is damaged and skipped: %s", source, error
-        )
+        logging.getLogger("hone").warning("Checkpoint %s is damaged and skipped: %s", source, error)
         return False
     return True
 

@@ -341,7 +341,9 @@ class ChatRequest(Request):
             raise ValueError("tool_choice: there are no tools to call")
         choice = self.tool_choice
         if isinstance(choice, ToolChoice) and choice.function.name not in names:
-            raise ValueError(f"tool_choice: {choice.function.name!r} is not one of the tools {names}")
+            raise ValueError(
+                f"tool_choice: {choice.function.name!r} is not one of the tools {names}"
+            )
         if self.requested_form() is not None:
             raise ValueError(
                 "tool_choice asks for a call of a tool, and another form of answers is given too"

@@ -51,7 +51,8 @@ class Scaled:
     eps: float
 
 
-def _has_kernels(x: Tensor) -> bool:
+def has_kernels(x: Tensor) -> bool:
+    """Return True if the Triton kernels support tensors of this device and type."""
     return IS_AVAILABLE and x.is_cuda and x.dtype in HALF and _copies_to_shared_memory()
 
 
@@ -63,17 +64,17 @@ def _copies_to_shared_memory() -> bool:
 
 def takes(x: Tensor) -> bool:
     """Return True if the Triton kernels support this tensor."""
-    return _has_kernels(x) and not torch.is_grad_enabled()
+    return has_kernels(x) and not torch.is_grad_enabled()
 
 
 def trains(x: Tensor) -> bool:
     """Return True if the kernels with gradients support this tensor."""
-    return _has_kernels(x) and torch.is_grad_enabled()
+    return has_kernels(x) and torch.is_grad_enabled()
 
 
 def takes_model(weight: Tensor, head_size: int) -> bool:
     """Return True if a decode step of this model needs no host work."""
-    return _has_kernels(weight) and takes_heads(head_size)
+    return has_kernels(weight) and takes_heads(head_size)
 
 
 @functools.cache
@@ -141,7 +142,7 @@ def trains_heads(head_size: int) -> bool:
 
 def trains_model(weight: Tensor, head_size: int) -> bool:
     """Return True if kernels cover a whole training step of this model."""
-    return _has_kernels(weight) and trains_heads(head_size)
+    return has_kernels(weight) and trains_heads(head_size)
 
 
 def takes_head(hidden_TD: Tensor) -> bool:

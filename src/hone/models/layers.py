@@ -1,0 +1,174 @@
+"""The layers of a transformer: parameters and plain computation. `ops.py` chooses how they are executed.
+
+Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hone.kernels.linear import linear
+from hone.kernels.norm import add_norm
+from hone.kernels.swiglu import swiglu_reference
+from hone.models.attention_layouts import Heads, Rotation
+from hone.models.families.qwen3_moe import Qwen3Moe
+from hone.models.spec import ModelSpec
+
+
+class Attention(Protocol):
+    """Attention over the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
+
+    `heads` makes q, k and v of the projection; a kernel may fuse that with attention.
+    """
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
+
+
+class Linear(nn.Module):
+    """y = W x + b. Not nn.Linear, which would initialize weights; they are loaded, or set by
+    `init_weights`.
+    """
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.delta: Callable[[Tensor], Tensor | None] | None = (
+            None  # adapters (`adapters.py`, `lora.py`)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight, self.bias)
+        added = None if self.delta is None else self.delta(x)
+        return y if added is None else y + added
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if the layer is W x + b, or W x + b + B A x with the `added_factors` A and B."""
+        return self.delta is None or getattr(self.delta, "is_plain", False)
+
+    def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return A and B of what is added to a plain layer."""
+        return (None, None) if self.delta is None else self.delta.scaled_factors()  # type: ignore[attr-defined]
+
+    def merged_weight(self) -> Tensor | None:
+        """Return the weight with its adapter merged, as the sampler has it; None without one."""
+        merge = getattr(self.delta, "merge_into", None)
+        if merge is None or not self.is_plain:
+            return None
+        weight: Tensor = merge(self.weight)
+        return weight
+
+
+class Embedding(nn.Module):
+    def __init__(self, rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, size))
+
+    def forward(self, tokens_T: Tensor) -> Tensor:
+        return F.embedding(tokens_T, self.weight)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x + delta, and its norm."""
+        return add_norm(x_TD, delta_TD, self.weight, self.eps)
+
+
+class SelfAttention(nn.Module):
+    """Projections, with attention between them."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.heads, self.head_dim = spec.num_attention_heads, spec.head_dim
+        self.eps = spec.rms_norm_eps
+        self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
+        self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
+        self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+        self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+
+    def mix_heads(
+        self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
+    ) -> Tensor:
+        qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
+        return attend(
+            layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation)
+        )
+
+
+class MLP(nn.Module):
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
+        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+
+
+class Experts(nn.Module):
+    """E small feed-forward experts of which each token uses k, by router softmax (Qwen3-MoE). Plain
+    torch.
+
+    Weights of all experts are stacked: gate_up E2F x D, down ED x F.
+    """
+
+    def __init__(self, spec: Qwen3Moe) -> None:
+        super().__init__()
+        self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
+        self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
+        self.chosen_TK: Tensor | None = None  # of the last forward
+        self.differs_TK: Tensor | None = None  # given experts that the router would not have chosen
+        self.router, self.gate_up, self.down = (
+            Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
+        )
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        probabilities_TE = F.linear(x_TD, self.router.weight).softmax(-1, dtype=torch.float32)
+        weight_TK, expert_TK = probabilities_TE.topk(self.spec.experts_per_token)
+        if self.given_TK is not None:
+            is_own_TK = self.given_TK < 0
+            self.differs_TK = ~is_own_TK & (self.given_TK[:, :, None] != expert_TK[:, None]).all(-1)
+            expert_TK = torch.where(is_own_TK, expert_TK, self.given_TK)
+            weight_TK = probabilities_TE.gather(1, expert_TK)
+        self.chosen_TK = expert_TK
+        if self.spec.normalizes:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+        # M = T x k pairs of a token and an expert, ordered by expert.
+        order_M = expert_TK.flatten().argsort(stable=True)
+        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
+        # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
+        x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
+        hidden_MF = swiglu_reference(grouped_linear(x_MD, self.gate_up.weight, counts_E))
+        out_MD = grouped_linear(hidden_MF, self.down.weight, counts_E)
+        out_TKD = F.embedding(order_M.argsort(), out_MD).view(*expert_TK.shape, -1)
+        return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)
+
+
+class Weight(nn.Module):
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns))
+
+
+def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Multiply the first counts[0] rows of x by the first weight, the next counts[1] by the second,
+    …
+
+    Weights are stacked, EO x I.
+    """
+    weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+        return F.grouped_mm(
+            x_MI, weights.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
+        )
+    parts = x_MI.split(counts_E.tolist())
+    return torch.cat(
+        [F.linear(part, weights[e]) for e, part in enumerate(parts) if len(part)]
+        or [weights.new_empty(0, weights.shape[1])]
+    )
