@@ -23,6 +23,7 @@ from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
+from hone.models import ops
 from hone.models.attention_layouts import PackedAttention
 from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
@@ -157,6 +158,7 @@ def test_a_model_whose_products_do_what_stands_around_them(
     inputs = (tokens, attention.token_positions(), attention, kept.to(DEVICE))
     expected = made(*inputs)
     calls = []
+    monkeypatch.setattr("hone.models.transformer.select_ops", lambda x: ops.GPU)
     monkeypatch.setattr(gpu, "takes", lambda x: True)
     monkeypatch.setattr(gpu, "is_few", lambda x, weight: which(*weight.shape))
     monkeypatch.setattr(

@@ -407,7 +407,7 @@ def test_a_reward_function_that_asks_for_what_is_not_there():
             "'completions_', which is not available; did you mean completion",
         ),
         (lambda completion, answers_key: 0.0, "did you mean answer"),
-        (lambda judge: 0.0, "asks for 'judge'"),
+        (lambda judge: 0.0, "needs 'judge'"),
         (
             lambda completions, answer: [0.0],
             "'answer', which is not available; did you mean answers",
