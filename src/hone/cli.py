@@ -225,11 +225,13 @@ def _print_error(command: str, message: str) -> int:
 
 def resume_command(argv: list[str]) -> str:
     """Return the command line that resumes this command."""
-    program, words = Path(argv[0]), argv[1:]
+    program = Path(argv[0])
+    words = argv[1:]
     start = ["python", "-m", "hone"] if program.name == "__main__.py" else [program.name]
     if "UV_RUN_RECURSION_DEPTH" in os.environ:
         start = ["uv", "run", *start]
-    kept, rest = [], list(words)
+    kept = []
+    rest = list(words)
     while rest:
         word = rest.pop(0)
         name = word.partition("=")[0]

@@ -67,7 +67,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._is_in_head, self._head_bytes, self._is_refused = True, 0, False
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._is_refused = False
         self._is_surplus = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -93,7 +95,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._stop_timer()
 
     def _await_head(self) -> None:
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head = True
+        self._head_bytes = 0
         self.shared.waiting[self] = None
         self._stop_timer()
         self._timer = self.loop.call_later(HEAD_SECONDS, self._close_with, TOO_LATE)
@@ -143,7 +146,8 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_head, self._head_bytes = True, 0
+        self._is_in_head = True
+        self._head_bytes = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

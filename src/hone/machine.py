@@ -22,7 +22,8 @@ CORES_VARIABLE = "HONE_CORES"  # number of cores that the processes of a run sha
 # Seconds of silence after which a process counts as silent, on a machine of usual speed.
 SILENCE_SECONDS = 15.0
 # Seconds that imports usually take; the largest factor for deadlines.
-USUAL_START, SLOWEST = (3.0, 3.0)
+USUAL_START = 3.0
+SLOWEST = 3.0
 GC_ALLOCATIONS = 20_000  # allocations between two runs of the young generation's collection
 _slowness = 1.0
 # Variables that restrict torch, MKL, oneDNN and numba to AVX2.
@@ -185,7 +186,9 @@ class Neighbours(threading.Thread):
     """
 
     # Seconds; shares of the time that threads waited for a core.
-    EVERY, BUSY, FREE = (0.5, 0.1, 0.03)
+    EVERY = 0.5
+    BUSY = 0.1
+    FREE = 0.03
 
     def __init__(self) -> None:
         super().__init__(name="neighbours", daemon=True)
@@ -228,7 +231,8 @@ class Neighbours(threading.Thread):
         for task in tasks:
             with contextlib.suppress(OSError, ValueError):  # it has ended
                 one, other, _ = (_TASKS / task / "schedstat").read_text().split()
-                computed, waited = computed + int(one), waited + int(other)
+                computed = computed + int(one)
+                waited = waited + int(other)
         return computed, waited
 
 
@@ -268,7 +272,8 @@ def instruction_set() -> str:
     supported.
     """
 
-    wanted, possible = os.environ.get("HONE_CPU_ISA"), instruction_sets()
+    wanted = os.environ.get("HONE_CPU_ISA")
+    possible = instruction_sets()
     if wanted and wanted not in possible:
         raise ValueError(f"HONE_CPU_ISA={wanted}: this processor runs {', '.join(possible)}")
     return wanted or possible[0]

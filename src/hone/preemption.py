@@ -18,7 +18,9 @@ from typing import Any
 EXIT_PREEMPTED = 85  # exit code of a preempted run
 EXIT_INTERRUPTED = 130  # … because of Ctrl-C
 LAST_SECONDS = 10.0  # in which an orphaned process may end what it has started
-_asked, _interrupts, _takes_steps = False, 0, False
+_asked = False
+_interrupts = 0
+_takes_steps = False
 
 
 class Preempted(Exception):

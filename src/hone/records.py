@@ -169,7 +169,9 @@ class Completion:
         """Return the completion reduced to tokens `start` to `end`."""
         some = slice(start, end)
         alternatives = None if self.alternatives is None else self.alternatives[some]
-        ids, logprobs, versions = self.ids[some], self.logprobs[some], self.versions[some]
+        ids = self.ids[some]
+        logprobs = self.logprobs[some]
+        versions = self.versions[some]
         return Completion(ids, logprobs, versions, self.finish_reason, alternatives, self.routing)
 
 
@@ -235,7 +237,8 @@ class Sample:
     def __post_init__(self) -> None:
         import numpy as np
 
-        self.ids, self.mask = np.asarray(self.ids, np.int64), np.asarray(self.mask, np.bool_)
+        self.ids = np.asarray(self.ids, np.int64)
+        self.mask = np.asarray(self.mask, np.bool_)
         self.logprobs = np.asarray(self.logprobs, np.float64)
         if self.teacher_logprobs is not None:
             self.teacher_logprobs = np.asarray(self.teacher_logprobs, np.float64)

@@ -28,7 +28,9 @@ UserError = (ValueError, ConnectionError)
 
 class RunDirectory:
     def __init__(self, path: Path, command: str, layout: Layout = "hone") -> None:
-        self.path, self.command, self.layout = path, command, layout
+        self.path = path
+        self.command = command
+        self.layout = layout
         self.id = ""  # id of the run that this process takes part in
         self.manifest = path / f"run_{command}.json"
         self.metrics = path / ("metrics.jsonl" if command == "rl" else f"metrics_{command}.jsonl")
@@ -37,7 +39,8 @@ class RunDirectory:
             (path / "logs", path / "weights") if layout == "hone" else (path / "runs", path)
         )
         self.bad_steps = path / "bad_steps"
-        self.rollouts, self.broadcasts = path / "rollouts", path / "broadcasts"
+        self.rollouts = path / "rollouts"
+        self.broadcasts = path / "broadcasts"
         self.checkpoints = path / ("checkpoints" if command == "rl" else f"checkpoints_{command}")
 
     def earlier_run(self) -> bool:
@@ -238,7 +241,8 @@ class Steps:
     seconds after a change, and every AGAIN seconds.
     """
 
-    SETTLED, AGAIN = 0.05, 1.0
+    SETTLED = 0.05
+    AGAIN = 1.0
 
     def __init__(self, parent: Path) -> None:
         self.parent = parent
@@ -250,11 +254,14 @@ class Steps:
 
     def list_numbers(self) -> list[int]:
         """Return the step numbers, in order."""
-        now, changed = time.monotonic(), self._time_of_change()
+        now = time.monotonic()
+        changed = self._time_of_change()
         if changed != self._changed:
-            self._changed, self._since = changed, now
+            self._changed = changed
+            self._since = now
         if self._read < self._since + self.SETTLED or now > self._read + self.AGAIN:
-            self._numbers, self._read = _numbers_in(self.parent, "step_"), now
+            self._numbers = _numbers_in(self.parent, "step_")
+            self._read = now
         return self._numbers
 
     def _time_of_change(self) -> int | None:

@@ -62,7 +62,8 @@ def check_environment(environment: Environment, args: argparse.Namespace) -> int
 
 
 def check_examples(environment: Environment, report: CheckReport) -> None:
-    train, held_out = environment.get_dataset(), environment.get_eval_dataset()
+    train = environment.get_dataset()
+    held_out = environment.get_eval_dataset()
     text = f"{len(train)} examples to train on, {len(held_out)} for evaluation"
     report.print_good(text) if train else report.print_bad(text)
     asked = {_question_of(example) for example in train}

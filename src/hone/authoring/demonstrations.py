@@ -22,11 +22,9 @@ class Demonstrator:
     """A model that gives the environment's demonstrated answers."""
 
     def __init__(self, environment: Environment, example: Example, seed: int) -> None:
-        self.environment, self.example, self.rng = (
-            environment,
-            example,
-            random.Random(f"{seed} {example.id}"),
-        )
+        self.environment = environment
+        self.example = example
+        self.rng = random.Random(f"{seed} {example.id}")
         self.tools: list[Tool] | None = None
 
     async def chat(
@@ -58,7 +56,8 @@ async def demonstrated_rows(
     environment: Environment, count: int, seed: int
 ) -> Iterator[dict[str, Any]]:
     """Yield `count` rows of SFT data, cycling through the training examples."""
-    examples, found = environment.get_dataset(), []
+    examples = environment.get_dataset()
+    found = []
     for i in range(count):
         rollout, tools = await demonstrate_rollout(
             environment, examples[i % len(examples)], seed + i // len(examples)

@@ -28,7 +28,8 @@ CHAT_TEMPLATE = """\
 {%- if message.role == 'assistant' %}<|end|>{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
-SHORT_FIRST, SHORT_LAST = re.compile(r"^\W*\b\w{1,2}\b"), re.compile(r"\b\w{1,2}\W*$")
+SHORT_FIRST = re.compile(r"^\W*\b\w{1,2}\b")
+SHORT_LAST = re.compile(r"\b\w{1,2}\W*$")
 SHORTEST = 4  # characters of a phrase
 PAIRS = 60  # conversations that are compared
 

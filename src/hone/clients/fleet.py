@@ -67,7 +67,9 @@ class OutdatedServer(ServerLost):
 class Server:
     def __init__(self, client: HttpClient) -> None:
         self.client = client
-        self.busy, self.version, self.is_up = 0, -1, True
+        self.busy = 0
+        self.version = -1
+        self.is_up = True
         self.limit = math.inf  # rollouts sent to the server at once
         self.runs: dict[str, _Run] = {}  # requests in flight there
         self.why = ""  # why it was lost
@@ -91,7 +93,8 @@ class Server:
             self._at_work.discard(task)
 
     def mark_lost(self, why: str) -> None:
-        self.is_up, self.why = False, why
+        self.is_up = False
+        self.why = why
         for task in self._at_work:
             task.cancel()
 
@@ -101,7 +104,8 @@ class Server:
         Waiting requests that would have room are not counted: a server that has only begun to read
         a step's requests is not full.
         """
-        running, reserve = state["running"], max(QUEUE_RESERVE, state["running"] // 8)
+        running = state["running"]
+        reserve = max(QUEUE_RESERVE, state["running"] // 8)
         if state["without_room"] > reserve:
             self.limit = running + reserve
         elif not state["waiting"] and self.busy >= self.limit - reserve:
@@ -136,7 +140,10 @@ class Fleet:
         goes_on: bool = False,
     ) -> None:
         self.servers = [Server(client) for client in clients]
-        self.revive, self.deadline, self.log, self.goes_on = revive, deadline, log, goes_on
+        self.revive = revive
+        self.deadline = deadline
+        self.log = log
+        self.goes_on = goes_on
         self.urgent = Urgent(self)
         self._asked: dict[str, list[_Asked]] = {}
         self._queue: list[_Run] = []
@@ -187,7 +194,8 @@ class Fleet:
 
     def _send_pending(self) -> None:
         """Group the requests made in this turn of the event loop into runs and queue them."""
-        asked, self._asked = self._asked, {}
+        asked = self._asked
+        self._asked = {}
         for same in asked.values():
             same.sort(key=lambda one: one.sampling.seed)
             last = None
@@ -220,7 +228,8 @@ class Fleet:
         task.add_done_callback(self._tasks.discard)
 
     async def _run_requests(self, server: Server, run: _Run) -> None:
-        run.name, run.version = uuid.uuid4().hex[:12], server.version
+        run.name = uuid.uuid4().hex[:12]
+        run.version = server.version
         server.runs[run.name] = run
         try:
             turns = await self._request_turns(server, run)
@@ -253,7 +262,8 @@ class Fleet:
 
         Raises OutdatedServer if the server restarted between two requests, without its weights.
         """
-        count, name = len(run.futures), run.name if self.goes_on else ""
+        count = len(run.futures)
+        name = run.name if self.goes_on else ""
         run.begun = [len(one.ids) for one in run.so_far] or [0] * count
         request = server.client.chat_group(run.prompt, run.sampling, count, name, run.so_far)
         asking = asyncio.ensure_future(server.unless_lost(request))
@@ -321,7 +331,8 @@ class Fleet:
                 self.ended.set_exception(error)
                 self._dispatch_runs()  # waiters get the error
             return
-        server.is_up, server.limit = True, math.inf
+        server.is_up = True
+        server.limit = math.inf
         self.log.info(
             "The server at %s is back, with version %d", server.client.base_url, server.version
         )

@@ -23,7 +23,8 @@ NO_SIGN_SECONDS = (
 )
 ANSWER_SECONDS = 10.0  # time for a listening server to answer one poll
 # When a wait is announced, and the pause between polls.
-NOTICE_SECONDS, RETRY_SECONDS = (3.0, 0.2)
+NOTICE_SECONDS = 3.0
+RETRY_SECONDS = 0.2
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
 FULL_IN_WORDS = (
     "maximum context length"  # the message of servers without such a code, among them vLLM
@@ -52,8 +53,12 @@ class HttpClient:
         is_hone: bool = False,
     ) -> None:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self.base_url, self.model, self.extra_body = base_url.rstrip("/"), model, extra_body or {}
-        self.timeout, self.retries, self.is_hone = timeout, retries, is_hone
+        self.base_url = base_url.rstrip("/")
+        self.model = model
+        self.extra_body = extra_body or {}
+        self.timeout = timeout
+        self.retries = retries
+        self.is_hone = is_hone
         self.prompt_tokens = self.completion_tokens = 0  # over all answers
         self.http = httpx.AsyncClient(
             headers=headers,
@@ -106,7 +111,8 @@ class HttpClient:
         standard error says so. Servers elsewhere are asked once. Raises ConnectionError.
         """
         url = httpx.URL(self.base_url)
-        is_here, port = url.host in LOOPBACK, url.port or 80
+        is_here = url.host in LOOPBACK
+        port = url.port or 80
         start = last_sign = time.monotonic()
         is_announced = False
         while True:
@@ -128,7 +134,8 @@ class HttpClient:
             await asyncio.sleep(RETRY_SECONDS)
 
     def _describe_absence(self, error: httpx.HTTPError) -> str:
-        kind, command = type(error).__name__, serve_command(self.model)
+        kind = type(error).__name__
+        command = serve_command(self.model)
         return f"no server answers at {self.base_url} ({kind}); start one with: {command}"
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
@@ -169,7 +176,8 @@ class HttpClient:
             **(_encode_prompt(prompt) if prompt.before and self.is_hone else {}),
             **self.extra_body,
         }
-        url, retries = f"{self.base_url}/chat/completions", 0 if name else self.retries
+        url = f"{self.base_url}/chat/completions"
+        retries = 0 if name else self.retries
         answer = await self._post_json(url, body, retries=retries)
         usage = answer.get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens") or 0
@@ -250,7 +258,8 @@ def _refusal_error(url: str, answer: httpx.Response) -> Exception:
     """Return the error for a status other than 200: ContextFull, Refused, or a retryable
     RuntimeError.
     """
-    said, status = answer.text[:500], answer.status_code
+    said = answer.text[:500]
+    status = answer.status_code
     if status == 400 and (_error_code(answer) == FULL or FULL_IN_WORDS in said):
         return ContextFull(said)
     message = f"{url} answered {status}: {said}"
@@ -280,7 +289,8 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
     """Return the sampling fields of a request: the standard ones, and others that are not defaults."""
     given = asdict(sampling)
-    always, default = ("max_tokens", "temperature", "seed"), asdict(Sampling())
+    always = ("max_tokens", "temperature", "seed")
+    default = asdict(Sampling())
     given["logit_bias"], default["logit_bias"] = dict(sampling.logit_bias), {}
     return {key: value for key, value in given.items() if key in always or value != default[key]}
 

@@ -50,10 +50,8 @@ class Wire(httpx.AsyncBaseTransport):
         if request.method == "HEAD":
             raise httpx.UnsupportedProtocol("HEAD requests are not made over these connections")
         place = url.scheme, url.host, url.port or (443 if url.scheme == "https" else 80)
-        data, timeout = (
-            _encode_request(request, await request.aread()),
-            request.extensions["timeout"],
-        )
+        data = _encode_request(request, await request.aread())
+        timeout = request.extensions["timeout"]
         connection = self._take_connection(place) or await self._open_connection(
             place, timeout["connect"]
         )
@@ -90,7 +88,8 @@ class Wire(httpx.AsyncBaseTransport):
 
     async def _open_connection(self, place: Place, timeout: float | None) -> "_Connection":
         scheme, host, port = place
-        loop, options = asyncio.get_running_loop(), dict[str, Any]()
+        loop = asyncio.get_running_loop()
+        options = dict[str, Any]()
         # uvloop does not try several addresses concurrently.
         if isinstance(loop, asyncio.BaseEventLoop):
             options["happy_eyeballs_delay"] = NEXT_ADDRESS
@@ -133,12 +132,11 @@ class _Connection(asyncio.Protocol):
 
     def ask(self, data: bytes) -> asyncio.Future[Answer]:
         self._parser = HttpResponseParser(self)
-        self._headers, self._body = list[tuple[bytes, bytes]](), list[bytes]()
-        self._answer, self.is_open, self._has_head = (
-            asyncio.get_running_loop().create_future(),
-            False,
-            False,
-        )
+        self._headers = list[tuple[bytes, bytes]]()
+        self._body = list[bytes]()
+        self._answer = asyncio.get_running_loop().create_future()
+        self.is_open = False
+        self._has_head = False
         self._transport.write(data)
         return self._answer
 
@@ -192,7 +190,8 @@ class _Connection(asyncio.Protocol):
     # ------------------------------------------------------------------------------------ called by the parser
 
     def on_message_begin(self) -> None:
-        self._headers, self._body = [], []
+        self._headers = []
+        self._body = []
         if self._pending_answer is None:  # an unexpected second answer
             self.close()
 
@@ -214,4 +213,6 @@ class _Connection(asyncio.Protocol):
         self._pending_answer.set_result(
             (self._parser.get_status_code(), self._headers, b"".join(self._body))
         )
-        self._answer, self._headers, self._body = None, [], []
+        self._answer = None
+        self._headers = []
+        self._body = []

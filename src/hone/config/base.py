@@ -284,7 +284,8 @@ def _split_key(name: str, free: dict[str, bool]) -> list[str]:
         path.append(rest.pop(0).replace("-", "_"))
         if path[-1] in free:
             count = 1 if free[path[-1]] else len(rest)
-            path, rest = path + rest[:count], rest[count:]
+            path = path + rest[:count]
+            rest = rest[count:]
     return path
 
 
@@ -375,7 +376,8 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
         if item["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key{place}; {_suggest_key(cls, names)}")
         elif item["type"] == "missing":
-            sections, full = _find_sections(cls, names), ".".join(names)
+            sections = _find_sections(cls, names)
+            full = ".".join(names)
             required = _list_required(sections[0], f"{full}.") if sections else [full]
             lines += [
                 f"{_to_kebab_case(k)} must be given: --{_to_kebab_case(k)} VALUE or in the TOML file"
@@ -397,7 +399,8 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
 
 def _suggest_key(cls: type[Config], names: list[str]) -> str:
     """Return what helps with an unknown key: the kind that has it, or the nearest or all known keys."""
-    parents, name = _find_sections(cls, names[:-1]), names[-1]
+    parents = _find_sections(cls, names[:-1])
+    name = names[-1]
     kinds = [kind for one in parents if name in one.model_fields for kind in _list_kinds(one)]
     if kinds:
         return f"it is one of type {', '.join(kinds)}"

@@ -11,7 +11,8 @@ from pydantic_core import PydanticUndefined
 
 from hone.config.base import Config, Entry, walk_entries
 
-INDENT, WIDEST = " " * 6, 120
+INDENT = " " * 6
+WIDEST = 120
 
 
 def help_text(command: str, summary: str, cls: type[Config]) -> str:
@@ -32,7 +33,8 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
 
 def keys_text(cls: type[Config]) -> str:
     """Return all keys with their documentation, by section."""
-    lines, width = list[str](), max(60, min(WIDEST, shutil.get_terminal_size().columns))
+    lines = list[str]()
+    width = max(60, min(WIDEST, shutil.get_terminal_size().columns))
     for one in walk_entries(cls):
         lines += (
             ["", f"[{one.key}]"]
@@ -117,7 +119,8 @@ def _toml_value(value: Any) -> str:
 
 def _describe_type(kind: Any) -> str:
     """Return a type in words: a Literal as its values, a list as its members."""
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Annotated:
         return _describe_type(arguments[0])
     if origin is Literal:

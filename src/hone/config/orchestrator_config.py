@@ -195,7 +195,8 @@ class OrchestratorConfig(GroupConfig):
         with_ratio = [env for env in self.env if env.ratio is not None]
         if with_ratio and len(with_ratio) < len(self.env):
             raise ValueError("env.ratio: give it to all environments or to none")
-        low, high = self.buffer.hard_threshold, self.buffer.easy_threshold
+        low = self.buffer.hard_threshold
+        high = self.buffer.easy_threshold
         if low is not None and high is not None and low >= high:
             raise ValueError(
                 f"buffer.hard_threshold {low} is not below buffer.easy_threshold {high}"

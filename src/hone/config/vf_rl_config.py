@@ -304,7 +304,8 @@ class VfRLConfig(Config):
 
     @model_validator(mode="after")
     def _batches_divide(self) -> "VfRLConfig":
-        args, gpus = self.trainer.args, self.trainer.gpus
+        args = self.trainer.args
+        gpus = self.trainer.gpus
         at_once = args.micro_batch_size * gpus
         if args.batch_size % at_once:
             sizes = [
@@ -339,10 +340,8 @@ class VfRLConfig(Config):
         return self.as_rl(len(machine.usable_gpus()))
 
     def _as_rl(self) -> dict[str, Any]:
-        args, inference = (
-            self.trainer.args,
-            _parse_server_flags(self.inference.args, self.trainer.args),
-        )
+        args = self.trainer.args
+        inference = _parse_server_flags(self.inference.args, self.trainer.args)
         scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
         wandb = args.wandb or (WandbConfig() if "wandb" in (args.report_to or []) else None)
         if wandb is not None and wandb.name is None:
@@ -423,7 +422,8 @@ class VfRLConfig(Config):
 
     def _place_gpus(self, gpus: int) -> dict[str, Any]:
         """Return which of the GPUs sample and which train."""
-        wanted, trains = self.inference.gpus, self.trainer.gpus
+        wanted = self.inference.gpus
+        trains = self.trainer.gpus
         share = _parse_number(self.inference.args, "tensor_parallel_size") * _parse_number(
             self.inference.args, "data_parallel_size"
         )
@@ -454,7 +454,9 @@ def _parse_server_flags(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str,
     """Parse flags in vLLM's spelling. Raises ConfigError for one that is nearly a known key."""
     names = {"max_num_seqs": "max_batch_size"}
     known = set(ServeConfig.model_fields) - {"server", "vllm_args"}
-    own, others, server = {}, {}, {"host": args.vllm_server_host, "port": args.vllm_server_port}
+    own = {}
+    others = {}
+    server = {"host": args.vllm_server_host, "port": args.vllm_server_port}
     for flag, value in flags.items():
         name = names.get(flag, flag)
         if name in NEEDLESS:

@@ -18,7 +18,8 @@ class _Pipe:
         return len(data)
 
     def take_written(self) -> bytes:
-        whole, self.parts = b"".join(self.parts), []
+        whole = b"".join(self.parts)
+        self.parts = []
         return whole
 
 

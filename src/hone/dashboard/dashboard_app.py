@@ -65,11 +65,13 @@ class DashboardRoutes:
     """The handlers of the routes."""
 
     def __init__(self, runs: Runs, jobs: Jobs) -> None:
-        self.runs, self.jobs = runs, jobs
+        self.runs = runs
+        self.jobs = jobs
         self.tickets: dict[str, tuple[float, Path]] = {}  # valid until, directory
 
     def list_routes(self) -> list[Route | Mount]:
-        runs, jobs = self.runs, self.jobs
+        runs = self.runs
+        jobs = self.jobs
 
         def list_runs() -> dict[str, Any]:
             return {"runs": runs.list_runs(), "root": str(runs.root)}
@@ -107,7 +109,8 @@ class DashboardRoutes:
 
     async def get_series(self, request: Request) -> Response:
         query = request.query_params
-        names, since = query.get("names", "").split(","), int_of(query.get("since"), -1)
+        names = query.get("names", "").split(",")
+        since = int_of(query.get("since"), -1)
 
         def read_series() -> dict[str, Any]:
             index = self.runs.get_run(query.get("run", ""))[1]
@@ -129,7 +132,8 @@ class DashboardRoutes:
             filters |= {name: True for name in FLAG_FILTERS if query.get(name) == "1"}
             most = min(int_of(query.get("most"), PAGE_ROLLOUTS), MAX_PAGE_ROLLOUTS)
             skip = max(0, int_of(query.get("skip"), 0))
-            sort, is_descending = query.get("sort") or "step", query.get("down", "1") == "1"
+            sort = query.get("sort") or "step"
+            is_descending = query.get("down", "1") == "1"
             found = index.find_rollouts(filters, sort, is_descending, most, skip)
             return found | {
                 "kinds": index.filter_values(),
@@ -141,7 +145,8 @@ class DashboardRoutes:
 
     async def get_rollout(self, request: Request) -> Response:
         query = request.query_params
-        run, number = query.get("run", ""), int_of(query.get("n"), -1)
+        run = query.get("run", "")
+        number = int_of(query.get("n"), -1)
         return await answer_with(lambda: self.runs.read_rollout(run, number))
 
     async def get_plot(self, request: Request) -> Response:
@@ -187,7 +192,8 @@ class DashboardRoutes:
 
     async def check_config(self, request: Request) -> Response:
         body = await body_of(request)
-        command, toml = str(body.get("command")), str(body.get("toml", ""))
+        command = str(body.get("command"))
+        toml = str(body.get("toml", ""))
         return await answer_with(lambda: self.jobs.check_config(command, toml))
 
     async def start_run(self, request: Request) -> Response:
@@ -215,7 +221,8 @@ class DashboardRoutes:
         return await answer_with(make_evaluation)
 
     async def act_on_job(self, request: Request) -> Response:
-        name, action = request.path_params["name"], request.path_params["what"]
+        name = request.path_params["name"]
+        action = request.path_params["what"]
         if action not in JOB_ACTIONS:
             return JSONResponse({"error": f"no action {action!r}"}, 404)
         return await answer_with(lambda: getattr(self.jobs, action)(name))

@@ -20,7 +20,8 @@ MISMATCH_NATS = 0.05  # mismatch KL, nats a token
 DROPPED_SHARE = 0.3  # share of tokens that the loss drops
 LOST_SHARE = 0.5  # share of the reward gained that is lost again
 # Growth of completions, and correlation of reward with length, that are reported.
-LONGER, ALIKE = (1.4, 0.5)
+LONGER = 1.4
+ALIKE = 0.5
 NO_SIGNAL_SHARE = 0.8  # share of steps without a signal
 MIN_STEPS = 5  # steps that a judgement needs
 
@@ -172,7 +173,8 @@ def truncated(facts: RunFacts) -> Finding | None:
     cut = [row for row in facts.steps[:MIN_STEPS] if row["truncated"] > TRUNCATED_SHARE]
     if not cut or len(cut) < min(MIN_STEPS, len(facts.steps)):
         return None
-    share, tokens = cut[0]["truncated"], cut[0]["tokens"]
+    share = cut[0]["truncated"]
+    tokens = cut[0]["tokens"]
     return Finding(
         "truncated",
         "Completions are cut off before they end",
@@ -213,10 +215,8 @@ def constant(facts: RunFacts) -> Finding | None:
 
 def no_signal(facts: RunFacts) -> Finding | None:
     """Find groups whose rollouts have equal rewards in most of the last steps."""
-    idle, n = (
-        facts.metric_by_step("batch/without_signal"),
-        max(MIN_STEPS, len(facts.metric_by_step("batch/without_signal")) // 4),
-    )
+    idle = facts.metric_by_step("batch/without_signal")
+    n = max(MIN_STEPS, len(facts.metric_by_step("batch/without_signal")) // 4)
     last = sorted(idle)[-n:]
     if not last or sum(idle[step] for step in last) / len(last) < NO_SIGNAL_SHARE:
         return None
@@ -266,7 +266,8 @@ def collapse(facts: RunFacts) -> Finding | None:
 
 def _describe_training(facts: RunFacts, first: int) -> str:
     """Return entropy, gradient norm and learning rate around a step, in one sentence."""
-    entropy, norm = facts.trained_metric("entropy/mean"), facts.trained_metric("optim/grad_norm")
+    entropy = facts.trained_metric("entropy/mean")
+    norm = facts.trained_metric("optim/grad_norm")
     before = max([entropy[s] for s in entropy if s < first] or [0.0])
     after = max([entropy[s] for s in entropy if s >= first] or [0.0])
     how = (
@@ -290,7 +291,8 @@ def length(facts: RunFacts) -> Finding | None:
     if len(facts.steps) < 2 * MIN_STEPS:
         return None
     n = max(2, len(facts.steps) // 5)
-    early, late = facts.steps[:n], facts.steps[-n:]
+    early = facts.steps[:n]
+    late = facts.steps[-n:]
     before, after = (sum(row["tokens"] for row in rows) / n for rows in (early, late))
     alike = [row["alike"] for row in facts.steps if row["high"] > row["low"]]
     if not alike or after < LONGER * before or sum(alike) / len(alike) < ALIKE:
@@ -314,10 +316,8 @@ def length(facts: RunFacts) -> Finding | None:
 
 def stale(facts: RunFacts) -> Finding | None:
     """Find training on tokens of an old or different policy."""
-    behind, apart = (
-        facts.metric_by_step("batch/off_policy_level/mean"),
-        facts.trained_metric("mismatch_kl/mean"),
-    )
+    behind = facts.metric_by_step("batch/off_policy_level/mean")
+    apart = facts.trained_metric("mismatch_kl/mean")
     masked = facts.trained_metric("is_masked/mean")
     late = [step for step in behind if behind[step] >= STALE_STEPS]
     wide = [step for step in apart if apart[step] >= MISMATCH_NATS]
@@ -350,7 +350,8 @@ def stale(facts: RunFacts) -> Finding | None:
 
 def entropy_gone(facts: RunFacts) -> Finding | None:
     """Find entropy that vanishes before the task is learned."""
-    entropy, rewards = facts.trained_metric("entropy/mean"), facts.metric_by_step("reward/mean")
+    entropy = facts.trained_metric("entropy/mean")
+    rewards = facts.metric_by_step("reward/mean")
     steps = sorted(entropy)
     if len(steps) < 2 * MIN_STEPS:
         return None

@@ -32,7 +32,9 @@ HEADERS = {
 
 class Guard:
     def __init__(self, app: ASGIApp, token: str, host: str) -> None:
-        self.app, self.token, self.on_loopback = app, token, host in LOOPBACK
+        self.app = app
+        self.token = token
+        self.on_loopback = host in LOOPBACK
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -53,7 +53,8 @@ class Index:
     """
 
     def __init__(self, root: Path, run: Run, place: Path | None = None) -> None:
-        self.root, self.run = root, run
+        self.root = root
+        self.run = run
         name = hashlib.sha256(f"{run.path.resolve()}:{run.kind}".encode()).hexdigest()[:24]
         self.file = (place or cache_directory()) / f"{name}.sqlite"
         self.progress = (0, 0)  # steps of rollouts that are indexed, and all steps
@@ -322,10 +323,8 @@ class Index:
             connection.row_factory = sqlite3.Row
             found = [dict(row) for row in connection.execute(sql)]
         for row in found:
-            reward2, tokens2 = (
-                row.pop("reward2") - row["reward"] ** 2,
-                row.pop("tokens2") - row["tokens"] ** 2,
-            )
+            reward2 = row.pop("reward2") - row["reward"] ** 2
+            tokens2 = row.pop("tokens2") - row["tokens"] ** 2
             spread = math.sqrt(max(reward2, 0.0) * max(tokens2, 0.0))
             both = row.pop("both") - row["reward"] * row["tokens"]
             row["alike"] = both / spread if spread > 1e-9 else 0.0
@@ -358,7 +357,8 @@ class Index:
 
 
 def _build_where(wanted: dict[str, Any]) -> tuple[str, list[Any]]:
-    parts, values = ["1"], []
+    parts = ["1"]
+    values = []
     for name, column in (("step", "step"), ("reward", "reward"), ("tokens", "tokens")):
         for end, sign in (("from", ">="), ("to", "<=")):
             if wanted.get(f"{name}_{end}") is not None:

@@ -221,7 +221,9 @@ class Jobs:
                 raise ValueError(f"{name} is {job.state}")
             if job.where == "slurm":
                 raise ValueError("Slurm resumes its own jobs: hone slurm status DIR")
-            job.state, job.resume, job.code = "queued", True, None
+            job.state = "queued"
+            job.resume = True
+            job.code = None
             return self._line_up(job)
 
     def remove(self, name: str) -> dict[str, Any]:
@@ -401,7 +403,9 @@ class Jobs:
                 start_new_session=True,
             )
         self._processes[job.name] = process
-        job.state, job.pid, job.code = "running", process.pid, None
+        job.state = "running"
+        job.pid = process.pid
+        job.code = None
         self._write_job(job)
 
     def _note_end(self, job: Job) -> None:

@@ -102,7 +102,8 @@ def _join_turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return sequences of ids, sampler logprobs and versions; a turn continues its predecessor."""
     sequences: list[dict[str, Any]] = []
     for turn in turns:
-        prompt, ids = turn.get("prompt_ids"), turn.get("ids")
+        prompt = turn.get("prompt_ids")
+        ids = turn.get("ids")
         if not isinstance(prompt, list) or not isinstance(ids, list):
             continue
         last = sequences[-1] if sequences else None

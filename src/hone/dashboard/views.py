@@ -34,7 +34,8 @@ class Runs:
     """The runs below a root with their indexes, which are updated when somebody looks."""
 
     def __init__(self, root: Path, cache: Path | None = None) -> None:
-        self.root, self.cache = root.resolve(), cache
+        self.root = root.resolve()
+        self.cache = cache
         self._indexes: dict[str, Index] = {}
         self._lock = threading.Lock()
 
@@ -62,10 +63,12 @@ class Runs:
     def run_line(self, run: Run) -> dict[str, Any]:
         index = self._index_of(run)
         index.update_metrics()
-        config, about = config_of(self.root, run), read_json(self.root, run.manifest_file)
+        config = config_of(self.root, run)
+        about = read_json(self.root, run.manifest_file)
         metric = HEADLINE[run.kind]
         steps, values = index.metric_series([metric], most=SPARKLINE_POINTS).get(metric, [[], []])
-        step, most = (int(steps[-1]) if steps else 0), config.get("max_steps")
+        step = int(steps[-1]) if steps else 0
+        most = config.get("max_steps")
         model = config.get("model") if isinstance(config.get("model"), dict) else {}
         found = {
             "id": run.id,
@@ -193,7 +196,8 @@ class Runs:
         found = index.read_rollout(number)
         if found is None:
             return None
-        at, tokens = found["at"], TokenTable.of_run(self.root, run)
+        at = found["at"]
+        tokens = TokenTable.of_run(self.root, run)
         seen = read_trained(index.file_of(at["step"]).parent).get((at["grp"], at["member"]), [])
         return {
             **found,

@@ -19,7 +19,9 @@ Planned = list[tuple[Sequence, Stretch]]
 
 class Admission:
     def __init__(self, cache: KVCache, slots: Slots) -> None:
-        self.cache, self.pool, self.slots = cache, cache.pool, slots
+        self.cache = cache
+        self.pool = cache.pool
+        self.slots = slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         # The first waiting requests that lack slots or pages; others wait for their turn.
@@ -108,7 +110,9 @@ class Admission:
         They share the full pages of the prompt. The last, partial page is copied for each sibling,
         since decoding writes to it.
         """
-        source, target, most = [], [], 0
+        source = []
+        target = []
+        most = 0
         for leader in leaders:
             full, rest = divmod(len(leader.prompt_ids), self.pool.size)
             if rest:
@@ -137,7 +141,8 @@ class Admission:
                 heir, *heir_siblings = leader.siblings
                 begun = self.pool.pages_needed(leader.computed)
                 self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
-                heir.computed, heir.siblings = leader.computed, heir_siblings
+                heir.computed = leader.computed
+                heir.siblings = heir_siblings
                 self.prefilling.insert(0, heir)
         self.release_sequence(sequence)
         return True
@@ -146,7 +151,8 @@ class Admission:
         """Free the pages and the slot of a sequence."""
         self.pool.release_pages(sequence.pages)
         self.slots.free.append(sequence.slot)
-        sequence.pages, sequence.slot = [], -1
+        sequence.pages = []
+        sequence.slot = -1
 
     def clear_all(self) -> None:
         self.waiting.clear()

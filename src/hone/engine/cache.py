@@ -28,7 +28,8 @@ class KVCache:
         self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int
     ) -> None:
         """Allocate pages for `tokens` tokens."""
-        size, self.hidden_size = PAGE.get(device.type, 16), spec.hidden_size
+        size = PAGE.get(device.type, 16)
+        self.hidden_size = spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
         shape = (
             spec.num_hidden_layers,
@@ -93,7 +94,8 @@ class DecodeAttention:
     """Attention of one new token per row over everything before it and itself."""
 
     def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
-        self.cache, self.rows = cache, rows
+        self.cache = cache
+        self.rows = rows
 
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
@@ -101,10 +103,8 @@ class DecodeAttention:
         if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             from hone.kernels.gpu.decode import decode
 
-            scales, tables = (
-                (heads.q_scale_E, heads.k_scale_E),
-                (heads.rotation.cos_PE, heads.rotation.sin_PE),
-            )
+            scales = (heads.q_scale_E, heads.k_scale_E)
+            tables = (heads.rotation.cos_PE, heads.rotation.sin_PE)
             where = (rows.active_B, rows.state, rows.table)
             return decode(
                 qkv_BNE,

@@ -10,9 +10,11 @@ from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
 # On a CPU: the most GiB, and the share of the machine's memory.
-CPU_GIB, CPU_SHARE = (8.0, 4)
+CPU_GIB = 8.0
+CPU_SHARE = 4
 # Default number of sequences that decode at once: FEW on any device, up to MANY if memory allows.
-FEW, MANY = (256, 1024)
+FEW = 256
+MANY = 1024
 log = logging.getLogger("hone")
 
 
@@ -32,7 +34,8 @@ def plan_cache(
     """
     weight = model.embed.weight
     if not weight.is_cuda:
-        batch, gib = config.max_batch_size or FEW, config.kv_cache_gib or cpu_gib()
+        batch = config.max_batch_size or FEW
+        gib = config.kv_cache_gib or cpu_gib()
         tokens = model.spec.max_position_embeddings if length is None else length
         most = min(gib, batch * tokens * model.spec.cache_numbers * weight.dtype.itemsize / 2**30)
         log.info(

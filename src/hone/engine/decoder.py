@@ -35,8 +35,11 @@ class Decoder:
     """
 
     def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
-        self.model, self.cache, self.slots = model, cache, slots
-        self.sampler, self.adapters = TokenSampler(slots, model.spec.vocab_size), Adapters(model)
+        self.model = model
+        self.cache = cache
+        self.slots = slots
+        self.sampler = TokenSampler(slots, model.spec.vocab_size)
+        self.adapters = Adapters(model)
         self.packed = PackedModel(model, cache) if PackedModel.supports_model(model) else None
         self.stays_on_device = model.stays_on_device
 
@@ -55,7 +58,8 @@ class Decoder:
 
         Returns the logits, if the kind needs them.
         """
-        active_B, state = rows.active_B[:B], self.slots.state
+        active_B = rows.active_B[:B]
+        state = self.slots.state
         rows = replace(rows, active_B=active_B, state=state)
         if self.packed is not None and not has_adapters:
             if kind == TokenSampler.PLAIN:
@@ -69,19 +73,16 @@ class Decoder:
             if self.stays_on_device:
                 from hone.kernels.gpu.row_kernels import newest_embeddings
 
-                x_BD, positions_B = (
-                    newest_embeddings(self.model.embed.weight, active_B, state),
-                    None,
-                )
+                x_BD = newest_embeddings(self.model.embed.weight, active_B, state)
+                positions_B = None
             else:
                 state_BF = state[active_B]
-                x_BD, positions_B = (
-                    self.model.embed(state_BF[:, column.LAST]),
-                    state_BF[:, column.LENGTH],
-                )
+                x_BD = self.model.embed(state_BF[:, column.LAST])
+                positions_B = state_BF[:, column.LENGTH]
             hidden_BD = self.model.forward_embedded(x_BD, positions_B, attention)
         if self.cache.routing is not None:
-            size, length_B = self.cache.pool.size, state[active_B, column.LENGTH]
+            size = self.cache.pool.size
+            length_B = state[active_B, column.LENGTH]
             cells_B = rows.table[active_B, length_B // size] * size + length_B % size
             self.cache.note_routing(self.model, cells_B)
         return self.draw_tokens(hidden_BD, active_B, kind, advance=True)

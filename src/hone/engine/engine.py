@@ -100,19 +100,20 @@ class Engine:
         With `stand_in`, CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`);
         which requests are computed together then depends on timing.
         """
-        weight, spec = model.embed.weight, model.spec
+        weight = model.embed.weight
+        spec = model.spec
         limit = spec.max_position_embeddings
         if max_model_len and max_model_len > limit:
             raise ValueError(
                 f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}"
             )
-        self.model, self.device = model, weight.device
-        self.max_batch_size, self.configured_len, self.kv_cache_gib = (
-            max_batch_size,
-            max_model_len,
-            kv_cache_gib,
-        )
-        self.prefill_tokens, self.stand_in = prefill_tokens, stand_in
+        self.model = model
+        self.device = weight.device
+        self.max_batch_size = max_batch_size
+        self.configured_len = max_model_len
+        self.kv_cache_gib = kv_cache_gib
+        self.prefill_tokens = prefill_tokens
+        self.stand_in = stand_in
         # The cache holds what is allowed, but no more than all slots can fill.
         allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
         wanted = max_model_len or 1
@@ -132,11 +133,9 @@ class Engine:
             self.device,
         )
         self.decoder = Decoder(model, self.cache, self.slots)
-        self.sampler, self.adapters, self.packed = (
-            self.decoder.sampler,
-            self.decoder.adapters,
-            self.decoder.packed,
-        )
+        self.sampler = self.decoder.sampler
+        self.adapters = self.decoder.adapters
+        self.packed = self.decoder.packed
         self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
         # Captured passes use torch's attention, which sums in another order.
         captured = None if numerics.keeps_order("attention") else self.captured
@@ -242,7 +241,9 @@ class Engine:
         self.admission.clear_all()
         self.pool.clear_pages()
         self.slots.clear_slots()
-        self.decoding, self._has_changed, self._under_way = [], True, None
+        self.decoding = []
+        self._has_changed = True
+        self._under_way = None
 
     def live_sequences(self) -> list[Sequence]:
         """Return the requests that have not ended."""
@@ -324,7 +325,9 @@ class Engine:
 
     def _run_prefill(self, planned: Planned) -> None:
         """Compute keys and values of these stretches, and the first token of each finished prompt."""
-        leaders, last, end = [], [], -1
+        leaders = []
+        last = []
+        end = -1
         for sequence, stretch in planned:
             end += stretch.end - stretch.start
             sequence.computed = stretch.end
@@ -372,8 +375,11 @@ class Engine:
     def _run_decode(self) -> None:
         if self._has_changed:
             self._turn = self._next_turn()
-        turn, slots, B = self._turn, self.slots, len(self.decoding)
-        before, self._under_way = self._under_way, None
+        turn = self._turn
+        slots = self.slots
+        B = len(self.decoding)
+        before = self._under_way
+        self._under_way = None
         left = turn.last_step - self.steps
         if left > 0:
             steps = min(turn.window, left)
@@ -405,10 +411,8 @@ class Engine:
         )
         self.slots.active[:-1] = to_device(slots, self.device)
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
-        kind, has_adapters = (
-            TokenSampler.kind_of_batch(self.decoding),
-            any(s.adapter for s in self.decoding),
-        )
+        kind = TokenSampler.kind_of_batch(self.decoding)
+        has_adapters = any(s.adapter for s in self.decoding)
         each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
         at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW_STEPS
         return _Turn(
@@ -441,7 +445,8 @@ class Engine:
     def _process_results(self) -> None:
         """Process all pending looks."""
         if self._under_way is not None:
-            look, self._under_way = self._under_way, None
+            look = self._under_way
+            self._under_way = None
             self._process_look(look)
 
     def _process_look(self, look: _Look) -> None:
@@ -449,12 +454,11 @@ class Engine:
 
         Sequences with `request.allows` get the tokens they may draw next.
         """
-        state, sequences = look.snapshot.on_host(), look.sequences
+        state = look.snapshot.on_host()
+        sequences = look.sequences
         ended = state[look.slots, column.DONE]
-        done, watched = (
-            look.running_indices(ended.nonzero()[0].tolist()),
-            look.running_indices(look.watched),
-        )
+        done = look.running_indices(ended.nonzero()[0].tolist())
+        watched = look.running_indices(look.watched)
         if not done and not watched:
             return
         counts: list[int] = state[look.slots, column.COUNT].tolist()
@@ -462,7 +466,8 @@ class Engine:
         if watched:
             self._read_tokens([(sequences[i], counts[i]) for i in watched], look.snapshot)
             for i in watched:
-                request, so_far = sequences[i].request, sequences[i].ids[: counts[i]]
+                request = sequences[i].request
+                so_far = sequences[i].ids[: counts[i]]
                 kept = request.ends(so_far) if request.ends is not None else None
                 if kept is not None:
                     counts[i], reasons[i] = kept, "stop"
@@ -490,7 +495,8 @@ class Engine:
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
             return
-        first, end = min(len(s.ids) for s, _ in behind), max(n for _, n in behind)
+        first = min(len(s.ids) for s, _ in behind)
+        end = max(n for _, n in behind)
         tokens, logprobs = self.slots.generated_tokens(
             [s.slot for s, _ in behind], first, end, snapshot
         )

@@ -67,8 +67,11 @@ class DecodeGraphs:
     """Captured decode steps. `most_rows` is the largest number of sequences that decode at once."""
 
     def __init__(self, decoder: Decoder, captured: Captured, most_rows: int) -> None:
-        self.decoder, self.captured, self.most_rows = decoder, captured, most_rows
-        self.slots, self.heads = decoder.slots, decoder.model.spec.num_key_value_heads
+        self.decoder = decoder
+        self.captured = captured
+        self.most_rows = most_rows
+        self.slots = decoder.slots
+        self.heads = decoder.model.spec.num_key_value_heads
         self.shared: dict[tuple[int, int], Shared] = {}
         self.arrived = torch.zeros(
             (most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device
@@ -87,7 +90,8 @@ class DecodeGraphs:
         """
         # Valid for the middle of the steps until the next choice.
         lengths = [len(s.prompt_ids) + step - s.first_step + SOON / 2 for s in sequences]
-        B, plan = pad_rows(len(sequences)), self._shared_ranges(sequences)
+        B = pad_rows(len(sequences))
+        plan = self._shared_ranges(sequences)
         taken: dict[int, int] = defaultdict(int)
         for _, _, members in plan:
             for row in members:
@@ -136,7 +140,8 @@ class DecodeGraphs:
         # Each sequence reads all of its tokens.
         if numerics.keeps_order("attention"):
             return []
-        size, heads = self.decoder.cache.pool.size, self.heads
+        size = self.decoder.cache.pool.size
+        heads = self.heads
         groups: dict[tuple[int, int], list[int]] = defaultdict(list)
         for row, sequence in enumerate(sequences):
             full = len(sequence.prompt_ids) // size
@@ -185,7 +190,8 @@ class DecodeGraphs:
         if not key.stretches:
             return None
         if (key.stretches, key.parts) not in self.shared:
-            spec, rows = self.decoder.model.spec, self.most_rows + 1
+            spec = self.decoder.model.spec
+            rows = self.most_rows + 1
             self.shared[key.stretches, key.parts] = Shared.empty(
                 key.stretches,
                 rows,
@@ -200,10 +206,8 @@ class DecodeGraphs:
         """Return all slots as graphs of this key read them."""
         from hone.kernels.gpu.decode_attention import Divided
 
-        slots, divided = (
-            self.slots,
-            Divided(key.parts, self.arrived) if key.parts and not key.stretches else None,
-        )
+        slots = self.slots
+        divided = Divided(key.parts, self.arrived) if key.parts and not key.stretches else None
         return DecodeRows(
             slots.active, slots.state, slots.table, self.shared_by(key), divided, key.is_long
         )
@@ -214,7 +218,8 @@ class DecodeGraphs:
         """Write which rows share which pages for the kernels."""
         from hone.kernels.gpu.decode import MEMBERS
 
-        device, shared = self.slots.device, self.shared_by(key)
+        device = self.slots.device
+        shared = self.shared_by(key)
         assert shared is not None
         stretches = [[0, 0] for _ in range(key.stretches)]
         members = [[-1] * MEMBERS for _ in range(key.stretches)]
@@ -235,8 +240,10 @@ class DecodeGraphs:
     def capture_graph(self, key: Key) -> None:
         """Capture the graph of this key, while no window of steps is running."""
         # Local names, to avoid a reference cycle through the graph.
-        slots, decoder = self.slots, self.decoder
-        rows, active = self.rows_by(key), slots.active.clone()
+        slots = self.slots
+        decoder = self.decoder
+        rows = self.rows_by(key)
+        active = slots.active.clone()
         slots.active.fill_(slots.count)  # set up with the spare slot only
         self.captured.capture(
             key, lambda: decoder.decode_step(key.rows, key.kind, key.has_adapters, rows)

@@ -39,7 +39,8 @@ class Quickest:
         there = list(range(ways))
         self._trial = 2 * (there + there[::-1])
         self._times: list[list[float]] = [[] for _ in there]
-        self._calls, self._best = 0, 0
+        self._calls = 0
+        self._best = 0
 
     def choose_way(self) -> int:
         """Return the way to use now; report its time with `record_time`."""
@@ -65,7 +66,8 @@ class PackedModel:
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         self.parameters = list(model.parameters())
         self.is_stale = True
         # Sequences per thread that decode together: few, whose keys and values stay in its cache
@@ -96,11 +98,10 @@ class PackedModel:
 
     def decode_rows(self, rows: DecodeRows) -> Tensor:
         """Return logits B x V after the newest token of each active row, and update the cache."""
-        active, B = rows.active_B.numpy(), rows.active_B.shape[0]
-        state, tokens = (
-            rows.state.numpy(),
-            np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64),
-        )
+        active = rows.active_B.numpy()
+        B = rows.active_B.shape[0]
+        state = rows.state.numpy()
+        tokens = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
         tokens[:, load_layer_kernels().TOKEN] = state[active, row_state.LAST]
         tokens[:, load_layer_kernels().POSITION] = state[active, row_state.LENGTH]
         tokens[:, load_layer_kernels().PAGES], tokens[:, load_layer_kernels().RESULT] = (
@@ -111,11 +112,13 @@ class PackedModel:
 
     def decode_steps(self, rows: DecodeRows, number: int, slots: Slots) -> None:
         """Decode up to `number` tokens for each active row, drawn without penalties or filters."""
-        B, threads = len(rows.active_B), torch.get_num_threads()
+        B = len(rows.active_B)
+        threads = torch.get_num_threads()
         room = np.empty((B, load_layer_kernels().COLUMNS), dtype=np.int64)
         counts = rows.state.numpy()[:, row_state.COUNT]
         self._follow_weights()  # before timing starts
-        before, start = int(counts.sum()), time.perf_counter()
+        before = int(counts.sum())
+        start = time.perf_counter()
         self._run_kernel(
             room,
             np.arange(threads + 1) * B // threads,
@@ -176,7 +179,9 @@ class PackedModel:
         them.
         """
         self._follow_weights()
-        model, spec, weight = self.model, self.model.spec, self.model.embed.weight
+        model = self.model
+        spec = self.model.spec
+        weight = self.model.embed.weight
         out = weight.new_empty(count, spec.vocab_size)
         load_layer_kernels().run(
             len(firsts) - 1,
@@ -207,7 +212,8 @@ class PackedModel:
         changes = sum(parameter._version for parameter in self.parameters)
         if self.is_stale or changes != self._changes:
             self._pack_weights()
-            self.is_stale, self._changes = False, changes
+            self.is_stale = False
+            self._changes = changes
 
     def _pack_weights(self) -> None:
         from hone.kernels.cpu import products
@@ -229,7 +235,8 @@ class PackedModel:
         table = []
         for layer, block in enumerate(self.model.blocks):
             assert isinstance(block, Block)
-            attention, mlp = block.attention, block.mlp
+            attention = block.attention
+            mlp = block.mlp
             scales = (address_of(attention.q_norm), address_of(attention.k_norm))
             first = (
                 block.attention_norm.weight.data_ptr(),
@@ -251,7 +258,8 @@ def _task_bounds(B: int) -> NDArray[np.int64]:
     """Return where the rows of each task begin, and the end: equal numbers of similar tasks per
     thread.
     """
-    threads, ROWS = torch.get_num_threads(), load_layer_kernels().ROWS
+    threads = torch.get_num_threads()
+    ROWS = load_layer_kernels().ROWS
     tasks = threads * -(-B // (threads * load_layer_kernels().BLOCK))
     block = -(-B // (tasks * ROWS)) * ROWS
     return np.minimum(np.arange(0, B + block, block), B)

@@ -18,7 +18,8 @@ class PagePool:
     """Pages 1 to pages - 1. Page 0 is a write target that nobody reads."""
 
     def __init__(self, pages: int, size: int) -> None:
-        self.size, self.pages = size, pages
+        self.size = size
+        self.pages = pages
         self._chains = count(1)
         self.clear_pages()
 

@@ -49,12 +49,10 @@ class Prefill:
     def __init__(
         self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None
     ) -> None:
-        self.model, self.cache, self.adapters, self.device = (
-            model,
-            cache,
-            adapters,
-            cache.store.device,
-        )
+        self.model = model
+        self.cache = cache
+        self.adapters = adapters
+        self.device = cache.store.device
         self.captured = captured
         self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
@@ -63,7 +61,8 @@ class Prefill:
     def run_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Compute keys and values of the stretches; return hidden states of the rows `kept`."""
         size = self.cache.pool.size
-        lengths, before = [s.end - s.start for s in stretches], [s.start for s in stretches]
+        lengths = [s.end - s.start for s in stretches]
+        before = [s.start for s in stretches]
         positions, cells = _token_places(stretches, before, size)
         tokens = np.array(
             list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64
@@ -132,10 +131,8 @@ class Prefill:
             fresh = PackedAttention(lengths, self.device)
             return lambda q, k, v, keys, values: fresh.attend(q, k, v)
         _, cells = _token_places(stretches, [0] * len(stretches), self.cache.pool.size)
-        seen, continued = (
-            to_device(cells, self.device),
-            ContinuedAttention(lengths, before, self.device),
-        )
+        seen = to_device(cells, self.device)
+        continued = ContinuedAttention(lengths, before, self.device)
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
 
 
@@ -184,7 +181,8 @@ class _Inputs:
         kept: list[int],
         lengths: list[int],
     ) -> None:
-        T, P = self.shape.tokens, self.shape.prompts
+        T = self.shape.tokens
+        P = self.shape.prompts
         inputs = np.zeros(3 * T + P, dtype=np.int64)
         for i, values in enumerate((tokens, positions, cells, np.array(kept, dtype=np.int64))):
             inputs[i * T : i * T + len(values)] = values
@@ -219,7 +217,10 @@ class PrefillAttention:
     """
 
     def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:
-        self.cache, self.positions_T, self.cells_T, self.mix = cache, positions_T, cells_T, mix
+        self.cache = cache
+        self.positions_T = positions_T
+        self.cells_T = cells_T
+        self.mix = mix
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])

@@ -39,7 +39,8 @@ class Slots:
         self, count: int, capacity: int, pages: int, stops: int, device: torch.device
     ) -> None:
         rows = count + 1
-        self.count, self.device = count, device
+        self.count = count
+        self.device = device
 
         def integer_buffer(*shape: int, fill: int = 0) -> Tensor:
             return torch.full(shape, fill, dtype=torch.int64, device=device)

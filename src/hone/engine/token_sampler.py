@@ -75,7 +75,8 @@ def draw_tokens(
         return
     from hone.kernels.cpu import decode
 
-    logits_BV, plain_BV = logits_BV.contiguous(), plain_BV.contiguous()
+    logits_BV = logits_BV.contiguous()
+    plain_BV = plain_BV.contiguous()
     addresses = [
         x.data_ptr() for x in (logits_BV, plain_BV, slots.parameters, slots.state, active_B)
     ]
@@ -99,10 +100,8 @@ def note_ordered_logprobs(
     """Store the logprob, as training computes it, of the token that each slot has just drawn."""
     from hone.kernels.gpu import training_kernels
 
-    last_B, drawn_B = (
-        slots.state[active_B, column.LAST],
-        slots.state[active_B, column.COUNT] > before_B,
-    )
+    last_B = slots.state[active_B, column.LAST]
+    drawn_B = slots.state[active_B, column.COUNT] > before_B
     temperature_B = slots.parameters[active_B, column.LOGPROB_TEMPERATURE].float()
     _, logprobs_B, _ = training_kernels.statistics(plain_BV, last_B, temperature_B)
     place_B = slots.state[active_B, column.COUNT].clamp(min=1) - 1
@@ -114,12 +113,11 @@ def draw_reference(
     logits_BV: Tensor, plain_BV: Tensor, slots: Slots, active_B: Tensor, advance: bool
 ) -> None:
     is_running_B = slots.state[active_B, column.DONE] == 0
-    active_B, logits_BV, plain_BV = (
-        active_B[is_running_B],
-        logits_BV[is_running_B],
-        plain_BV[is_running_B],
-    )
-    state, parameters = slots.state[active_B], slots.parameters[active_B]
+    active_B = active_B[is_running_B]
+    logits_BV = logits_BV[is_running_B]
+    plain_BV = plain_BV[is_running_B]
+    state = slots.state[active_B]
+    parameters = slots.parameters[active_B]
     count_B = state[:, column.COUNT]
     tokens_B = pick_tokens(
         logits_BV,
@@ -193,7 +191,8 @@ class TokenSampler:
     PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but logits are wanted
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
-        self.slots, self.vocab_size = slots, vocab_size
+        self.slots = slots
+        self.vocab_size = vocab_size
         self.counts: Tensor | None = None  # draws per token, presence in the prompt, bias
         self.in_prompt: Tensor
         self.bias: Tensor
@@ -217,7 +216,8 @@ class TokenSampler:
         if not penalised and self.counts is None:
             return
         if self.counts is None:
-            shape, device = (self.slots.count + 1, self.vocab_size), self.slots.device
+            shape = (self.slots.count + 1, self.vocab_size)
+            device = self.slots.device
             self.counts = torch.zeros(shape, dtype=torch.int32, device=device)
             self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=device)
             self.bias = torch.zeros(shape, device=device)
@@ -291,7 +291,8 @@ class TokenSampler:
         return logits_BV - frequency * counts_BV - presence * (counts_BV > 0) + self.bias[active_B]
 
     def _without_early_stops(self, logits_BV: Tensor, active_B: Tensor) -> Tensor:
-        state, stops_BS = self.slots.state[active_B], self.slots.stops[active_B]
+        state = self.slots.state[active_B]
+        stops_BS = self.slots.stops[active_B]
         is_early_B = state[:, column.COUNT] + 1 < state[:, column.MIN]
         held_BS = (stops_BS >= 0) & is_early_B[:, None]
         ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)

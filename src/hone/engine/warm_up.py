@@ -23,7 +23,8 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     """Run plain requests through an idle engine to compile its kernels. Does nothing without GPU
     kernels.
     """
-    graphs, slots = engine.graphs, engine.slots
+    graphs = engine.graphs
+    slots = engine.slots
     if graphs is None:
         return
     top = min(pad_rows(sequences), engine.max_batch_size)
@@ -62,10 +63,8 @@ def capture_graphs(engine: Engine) -> None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
             engine.graphs.capture_graph(Key(rows, TokenSampler.PLAIN, False, 0, 0, False))
     if engine.prefill.captured is not None:
-        longest, most = (
-            gpu.power_of_2(engine.max_model_len),
-            engine.max_batch_size * engine.max_model_len,
-        )
+        longest = gpu.power_of_2(engine.max_model_len)
+        most = engine.max_batch_size * engine.max_model_len
         for tokens in PASSES:
             if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
                 engine.prefill.capture_graph(Shape(tokens, tokens // SHORT, min(tokens, longest)))

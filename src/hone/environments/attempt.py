@@ -36,10 +36,8 @@ async def attempt(
     """
     error = ""
     for _ in range(1 + retries):
-        deadline, talk = (
-            asyncio.timeout(timeout),
-            Conversation(client, environment.template_arguments),
-        )
+        deadline = asyncio.timeout(timeout)
+        talk = Conversation(client, environment.template_arguments)
         try:
             async with deadline:
                 with CONTAINED:
@@ -51,22 +49,28 @@ async def attempt(
             me = asyncio.current_task()
             if me is None or me.cancelling():
                 raise  # the caller cancelled, or the program ends
-            cause, error = "raised", "the environment cancelled its own work"
+            cause = "raised"
+            error = "the environment cancelled its own work"
         except Exception as failure:  # users' code may raise anything
-            cause, error = "raised", f"{type(failure).__name__}: {failure}"
+            cause = "raised"
+            error = f"{type(failure).__name__}: {failure}"
             if isinstance(failure, ExitInUserCode):
                 error = f"the environment's code wanted to end the process: {failure}"
             if isinstance(failure, RewardError):
-                cause, error = "reward", str(failure)
+                cause = "reward"
+                error = str(failure)
             if isinstance(failure, Refused):
                 cause = "refused"
             if deadline.expired():
-                cause, error = "timeout", f"no end within {timeout:g} s"
+                cause = "timeout"
+                error = f"no end within {timeout:g} s"
         else:
             if not math.isfinite(rollout.reward):
-                cause, error = "not_finite", f"the reward is {rollout.reward}"
+                cause = "not_finite"
+                error = f"the reward is {rollout.reward}"
             elif needs_tokens and not any(turn.completion.ids for turn in rollout.turns):
-                cause, error = "empty", "nothing was sampled"
+                cause = "empty"
+                error = "nothing was sampled"
             else:
                 return rollout
         if failures is not None:

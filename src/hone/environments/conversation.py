@@ -24,7 +24,8 @@ class Conversation:
     def __init__(
         self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None
     ) -> None:
-        self.client, self.template_arguments = client, dict(template_arguments or {})
+        self.client = client
+        self.template_arguments = dict(template_arguments or {})
         self.turns: list[tuple[list[Message], Turn]] = []
         self._begun = 0
 

@@ -24,7 +24,8 @@ class EnvGroup(Environment):
                 f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own"
             )
         super().__init__(dataset=[])
-        self.envs, self.env_names = list(envs), names
+        self.envs = list(envs)
+        self.env_names = names
         self.of = dict(zip(names, envs, strict=True))
         # (own, members') examples for training and for evaluation.
         self._owned: list[tuple[list[Example], list[Example]]] = []

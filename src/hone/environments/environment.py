@@ -81,7 +81,8 @@ class Environment(ABC):
         unknown = sorted(set(others) - HARMLESS)
         if unknown:
             raise ValueError(f"{type(self).__name__} takes no argument {unknown[0]!r}")
-        self.system_prompt, self.few_shot = system_prompt, few_shot or []
+        self.system_prompt = system_prompt
+        self.few_shot = few_shot or []
         self.parser = parser or Parser()
         self.rubric = rubric or Rubric(parser=self.parser)
         self.call_timeout = call_timeout
@@ -158,7 +159,8 @@ class Environment(ABC):
         self.rubric.set_on_error(what)
 
     def _scoring_arguments(self, rollout: Rollout) -> dict[str, Any]:
-        example, state = rollout.example, rollout.state
+        example = rollout.example
+        state = rollout.state
         return {
             "prompt": state.get("prompt", example.prompt),
             "completion": rollout.messages,
@@ -198,7 +200,8 @@ class Environment(ABC):
             prompt = [*self.few_shot, {"role": "user", "content": row["question"]}]
             if self.system_prompt:
                 prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
-        answer, info = row.get("answer"), row.get("info")
+        answer = row.get("answer")
+        info = row.get("info")
         try:
             info = json.loads(info) if isinstance(info, str) and info else info
         except ValueError as error:

@@ -88,17 +88,15 @@ class Isolated(Environment):
         on_reward_error: str | None = None,
     ) -> None:
         super().__init__(dataset=[])
-        self.environment, self.added = environment, list[Rubric]()
-        self.name, self.parser, self.rubric = (
-            environment.name,
-            environment.parser,
-            environment.rubric,
-        )
-        self.call_timeout, self.system_prompt = environment.call_timeout, environment.system_prompt
-        self._words, given = (
-            [sys.executable, "-P", "-m", "hone.environments.isolated_worker", name],
-            json.dumps(arguments),
-        )
+        self.environment = environment
+        self.added = list[Rubric]()
+        self.name = environment.name
+        self.parser = environment.parser
+        self.rubric = environment.rubric
+        self.call_timeout = environment.call_timeout
+        self.system_prompt = environment.system_prompt
+        self._words = [sys.executable, "-P", "-m", "hone.environments.isolated_worker", name]
+        given = json.dumps(arguments)
         self.workers = [
             WorkerProcess(name, [*self._words, on_reward_error or "fail"], given)
             for _ in range(workers)
@@ -148,7 +146,8 @@ class Isolated(Environment):
         if scored and self.has_group_rewards:
             done = await min(self.workers, key=lambda one: one.pending_count).score(scored)
             for rollout, (reward, metrics) in zip(scored, done, strict=True):
-                rollout.reward, rollout.metrics = reward, metrics
+                rollout.reward = reward
+                rollout.metrics = metrics
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         worker = min(self.workers, key=lambda one: one.pending_count)
@@ -181,7 +180,8 @@ class WorkerProcess:
     """
 
     def __init__(self, name: str, words: list[str], arguments: str = "{}") -> None:
-        self.name, self.words = name, words
+        self.name = name
+        self.words = words
         # Other users can read a command line
         self.environment = os.environ | {ARGUMENTS_VARIABLE: arguments}
         self.process: asyncio.subprocess.Process | None = None
@@ -189,7 +189,8 @@ class WorkerProcess:
         self.numbers = itertools.count()
         self._reader: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._starting, self._heard = asyncio.Lock(), asyncio.Event()
+        self._starting = asyncio.Lock()
+        self._heard = asyncio.Event()
         self._last, self._is_up = 0.0, False  # when it last responded, and if it ever has
 
     @property
@@ -233,7 +234,8 @@ class WorkerProcess:
 
     def change_words(self, words: list[str]) -> None:
         """Set the command of future processes; an idle process is ended for it."""
-        is_changed, self.words = words != self.words, words
+        is_changed = words != self.words
+        self.words = words
         if (
             is_changed
             and self.process is not None
@@ -243,14 +245,16 @@ class WorkerProcess:
             self.process.kill()
 
     async def close(self) -> None:
-        process, self.process = self.process, None
+        process = self.process
+        self.process = None
         if process is not None and process.returncode is None:
             process.kill()
             await process.wait()
         for task in [*self._tasks, *([self._reader] if self._reader else [])]:
             task.cancel()
         # The next event loop may be another one.
-        self._starting, self._heard = (asyncio.Lock(), asyncio.Event())
+        self._starting = asyncio.Lock()
+        self._heard = asyncio.Event()
 
     def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -280,7 +284,8 @@ class WorkerProcess:
         while line := await process.stdout.readline():
             message: dict[str, Any] = json.loads(line)
             kind, number = next(iter(message.items()))
-            self._last, self._is_up = time.monotonic(), True
+            self._last = time.monotonic()
+            self._is_up = True
             if kind != "alive":
                 self._heard.set()
             one = self.waiting.get(number)
@@ -326,7 +331,8 @@ class WorkerProcess:
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Kill the process if it shows no sign of life while it has work."""
-        self._last, self._is_up = time.monotonic(), False
+        self._last = time.monotonic()
+        self._is_up = False
         while process.returncode is None:
             before = time.monotonic()
             self._send_message({"alive": -1})

@@ -26,7 +26,8 @@ class Client:
     """The model, reached through the pipe."""
 
     def __init__(self, number: int, send: Any) -> None:
-        self.number, self.send = number, send
+        self.number = number
+        self.send = send
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
 
     async def chat(
@@ -41,7 +42,8 @@ class Client:
 
 class EnvironmentWorker:
     def __init__(self, environment: Environment, send: Any) -> None:
-        self.environment, self.send = environment, send
+        self.environment = environment
+        self.send = send
         self.running: dict[int, tuple[asyncio.Task[None], Client]] = {}
 
     def handle_line(self, line: str) -> None:

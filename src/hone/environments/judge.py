@@ -46,19 +46,15 @@ class JudgeRubric(Rubric):
         **others: Any,
     ) -> None:
         super().__init__(parser=parser, **others)
-        self.judge_client, self.judge_model, self.judge_prompt = (
-            judge_client,
-            judge_model,
-            judge_prompt,
-        )
+        self.judge_client = judge_client
+        self.judge_model = judge_model
+        self.judge_prompt = judge_prompt
         self.judge_sampling_args = {
             key: v for key, v in (judge_sampling_args or {}).items() if v is not None
         }
-        self.url, self.api_key_var, self.timeout = (
-            f"{base_url.rstrip('/')}/chat/completions",
-            api_key_var,
-            timeout,
-        )
+        self.url = f"{base_url.rstrip('/')}/chat/completions"
+        self.api_key_var = api_key_var
+        self.timeout = timeout
         for name in ("judge_client", "judge_model", "judge_prompt", "judge_sampling_args"):
             self.add_class_object(name, getattr(self, name))
         self.add_class_object("judge", self.judge)

@@ -76,7 +76,8 @@ class Comparer:
     """
 
     def __init__(self, timeout: float, workers: int = 1) -> None:
-        self.timeout, self.workers = timeout, workers
+        self.timeout = timeout
+        self.workers = workers
         self._loop: asyncio.AbstractEventLoop | None = None
         self._free: asyncio.LifoQueue[asyncio.subprocess.Process | None]
 
@@ -88,7 +89,8 @@ class Comparer:
             return True
         loop = asyncio.get_running_loop()
         if self._loop is not loop:  # of an earlier `asyncio.run`, with its processes
-            self._loop, self._free = loop, asyncio.LifoQueue()
+            self._loop = loop
+            self._free = asyncio.LifoQueue()
             for _ in range(self.workers):
                 self._free.put_nowait(None)
         process = await self._free.get()
@@ -111,7 +113,8 @@ class Comparer:
 
     async def _start_process(self) -> asyncio.subprocess.Process:
         """Return a process that is ready to compare. Raises RuntimeError if it cannot start."""
-        pipe, words = asyncio.subprocess.PIPE, (sys.executable, "-P", "-c", WORKER)
+        pipe = asyncio.subprocess.PIPE
+        words = (sys.executable, "-P", "-c", WORKER)
         silent = asyncio.subprocess.DEVNULL
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=silent

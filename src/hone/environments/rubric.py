@@ -68,7 +68,8 @@ class Rubric:
             raise ValueError(
                 f"Rubric has {len(self.funcs)} functions but {len(self.weights)} weights"
             )
-        self.parser, self._has_parser = parser or Parser(), parser is not None
+        self.parser = parser or Parser()
+        self._has_parser = parser is not None
         self.class_objects: dict[str, Any] = {}
 
     def add_reward_func(self, func: RewardFunction, weight: float = 1.0) -> None:
@@ -184,10 +185,8 @@ class Rubric:
             log.warning("reward function %s %s; that %s, here and from now on", name, what, then)
 
     def _sum_scores(self, found: dict[int, float | None]) -> tuple[float, dict[str, float]]:
-        names, values = (
-            self.function_names(),
-            {i: 0.0 if value is None else value for i, value in found.items()},
-        )
+        names = self.function_names()
+        values = {i: 0.0 if value is None else value for i, value in found.items()}
         metrics = {names[i]: value for i, value in values.items()}
         reward = sum(self.weights[i] * value for i, value in values.items())
         lost = sum(value is None for value in found.values())
@@ -264,7 +263,8 @@ def make_unique(given: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names made unique: the second of a name becomes NAME_2."""
     names: list[str] = []
     for name in given:
-        own, number = name, 1
+        own = name
+        number = 1
         while own in names or (number > 1 and own in given):
             number += 1
             own = f"{name}_{number}"

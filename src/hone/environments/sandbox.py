@@ -52,13 +52,16 @@ class Sandbox:
     count = 0
 
     def __init__(self, process: asyncio.subprocess.Process, limits: Limits, root: str) -> None:
-        self.process, self.limits, self.root = process, limits, root
+        self.process = process
+        self.limits = limits
+        self.root = root
         self.is_broken = False  # True while an answer may be pending that nobody awaits
 
     @classmethod
     async def start(cls, limits: Limits | None = None) -> "Sandbox":
         """Start a sandbox. Raises SandboxError with the reason if this machine cannot contain it."""
-        limits, tool = limits or Limits(), shutil.which("unshare")
+        limits = limits or Limits()
+        tool = shutil.which("unshare")
         if not sys.platform.startswith("linux") or tool is None:
             missing = (
                 "Linux"
@@ -80,7 +83,8 @@ class Sandbox:
         words += ["--net", "--pid", "--fork", "--mount", "--ipc", "--uts", "--kill-child"]
         words += [sys.executable, "-I", "-S", str(KEEPER), json.dumps(inside)]
         # Without our environment, which may hold keys.
-        pipe, plain = (asyncio.subprocess.PIPE, {"PATH": "/usr/bin:/bin"})
+        pipe = asyncio.subprocess.PIPE
+        plain = {"PATH": "/usr/bin:/bin"}
         process = await asyncio.create_subprocess_exec(
             *words, stdin=pipe, stdout=pipe, stderr=pipe, limit=1 << 24, env=plain
         )
@@ -143,18 +147,17 @@ class Sandboxes:
     """A pool of at most `most` sandboxes, reset between rollouts."""
 
     def __init__(self, limits: Limits | None = None, most: int = 32) -> None:
-        self.limits, self.most = limits or Limits(), most
+        self.limits = limits or Limits()
+        self.most = most
         self._free: list[Sandbox] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def take(self) -> Sandbox:
         # Sandboxes of an earlier `asyncio.run` have ended with it.
         if self._loop is not asyncio.get_running_loop():
-            self._loop, self._free, self._room = (
-                asyncio.get_running_loop(),
-                [],
-                asyncio.Semaphore(self.most),
-            )
+            self._loop = asyncio.get_running_loop()
+            self._free = []
+            self._room = asyncio.Semaphore(self.most)
         await self._room.acquire()
         try:
             return self._free.pop() if self._free else await Sandbox.start(self.limits)
@@ -174,6 +177,7 @@ class Sandboxes:
             self._room.release()
 
     async def close(self) -> None:
-        free, self._free = self._free, []
+        free = self._free
+        self._free = []
         for sandbox in free:
             await sandbox.close()

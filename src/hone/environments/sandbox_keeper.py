@@ -23,15 +23,19 @@ import time
 import tokenize  # noqa: F401  # linecache imports it late, when no descriptor may be left to open it with
 import traceback
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
-MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
-MNT_DETACH, PR_SET_NO_NEW_PRIVS, PR_CAPBSET_DROP, PR_SET_PDEATHSIG, PR_SET_SECCOMP = (
-    2,
-    38,
-    24,
-    1,
-    22,
-)
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAPBSET_DROP = 24
+PR_SET_PDEATHSIG = 1
+PR_SET_SECCOMP = 22
 SYSTEM = (
     "/usr",
     "/lib",
@@ -44,7 +48,9 @@ SYSTEM = (
 )
 HOME = "/home/python"  # the session's folder
 FILES = 4096  # files and directories in HOME
-CLONE3, CLONE_THREAD, AF_INET6 = 435, 0x10000, 10
+CLONE3 = 435
+CLONE_THREAD = 0x10000
+AF_INET6 = 10
 # By machine: the audit number of its architecture, clone, socket, the first call newer than Linux 5.10, and the calls
 # refused: fork, vfork (not on aarch64), execve, execveat, unshare, setns, mount, pivot_root, shmget, msgget, semget,
 # ptrace, process_vm_readv, process_vm_writev, memfd_create, add_key, request_key, keyctl, bpf, userfaultfd,
@@ -117,8 +123,14 @@ def filter_system_calls():
     implemented, as are all calls newer than Linux 5.10; the C library then uses clone.
     """
     architecture, clone, socket, first_new, refused = SYSTEM_CALLS[os.uname().machine]
-    load, equal, any_bit, at_least, end = 0x20, 0x15, 0x45, 0x35, 0x06
-    denied, absent, allowed = 0x00050001, 0x00050026, 0x7FFF0000
+    load = 0x20
+    equal = 0x15
+    any_bit = 0x45
+    at_least = 0x35
+    end = 0x06
+    denied = 0x00050001
+    absent = 0x00050026
+    allowed = 0x7FFF0000
     rules = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, denied), (load, 0, 0, 0)]
     rules += [
         (at_least, 0, 1, 0x40000000),
@@ -165,7 +177,8 @@ def give_up_privileges(limits, user):
         os.setgroups([])
         os.setresgid(user, user, user)
         os.setresuid(user, user, user)
-    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    data = (ctypes.c_uint32 * 6)()
     call_libc("capset", header, data)
     call_libc("prctl", PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     filter_system_calls()
@@ -197,7 +210,9 @@ class Session:
         self.discard_output()
         os.kill(self.pid, signal.SIGCONT)
         rest = memoryview(len(code).to_bytes(8, "big") + code)
-        deadline, text, dropped = time.monotonic() + seconds, b"", 0
+        deadline = time.monotonic() + seconds
+        text = b""
+        dropped = 0
         outputs = [self.printed, self.ended]
         while (left := deadline - time.monotonic()) > 0:
             can_read, can_write, _ = select.select(outputs, [self.asked] if rest else [], [], left)
@@ -209,7 +224,8 @@ class Session:
                 if not new:  # the code has closed its output
                     outputs.remove(self.printed)
                 kept = new[: max(0, most - len(text))]
-                text, dropped = text + kept, dropped + len(new) - len(kept)
+                text = text + kept
+                dropped = dropped + len(new) - len(kept)
             elif self.ended in can_read:
                 if os.read(self.ended, 1):
                     os.kill(self.pid, signal.SIGSTOP)  # also if this byte came from the code itself
@@ -307,7 +323,9 @@ def main():
         asked = json.loads(line)
         if asked.get("reset"):
             session.end()
-            text, dropped, what = b"", 0, "reset"
+            text = b""
+            dropped = 0
+            what = "reset"
             os.chdir("/")
             call_libc("umount2", HOME.encode(), MNT_DETACH)
             mount_home(HOME, limits["disk"])

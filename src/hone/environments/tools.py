@@ -125,7 +125,8 @@ class ToolEnv(MultiTurnEnv):
         self.tools: list[ToolFunction] = []
         self.tool_map: dict[str, ToolFunction] = {}
         self.oai_tools: list[Tool] = []
-        self.error_formatter, self.stop_errors = error_formatter, tuple(stop_errors or ())
+        self.error_formatter = error_formatter
+        self.stop_errors = tuple(stop_errors or ())
         self.tool_rubric = ToolRubric()
         self.add_rubric(self.tool_rubric)
         for tool in tools or []:
@@ -168,7 +169,8 @@ class ToolEnv(MultiTurnEnv):
     async def _answer_call(
         self, call: dict[str, Any], messages: list[Message], state: State
     ) -> Message:
-        name, written = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        written = call["function"]["arguments"]
         try:
             arguments = json.loads(written or "{}") if isinstance(written, str) else written
             if name not in self.tool_map:

@@ -56,7 +56,8 @@ class MultiTurnEnv(Environment):
 
     def __init__(self, max_turns: int = -1, **others: Any) -> None:
         super().__init__(**others)
-        self.max_turns, self._told = max_turns, False
+        self.max_turns = max_turns
+        self._told = False
         self._stops = dict(self._marked_methods("stop"))
         self._cleanups = list(self._marked_methods("cleanup"))
 
@@ -93,7 +94,8 @@ class MultiTurnEnv(Environment):
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         # The rollouts of a group share the example.
-        start, own = (time.perf_counter(), example.copy())
+        start = time.perf_counter()
+        own = example.copy()
         state: State = {
             "prompt": own.prompt,
             "completion": [],

@@ -13,13 +13,15 @@ from hone.evals.results import Folder
 
 def compare_results(a: Path, b: Path) -> int:
     """Print rewards and metrics paired by example. Raises ValueError if nothing is comparable."""
-    one, other = by_example(a), by_example(b)
+    one = by_example(a)
+    other = by_example(b)
     table = Table(title=f"A {a}\nB {b}", box=None, pad_edge=False, title_justify="left")
     for heading in ("", "A", "B", "B - A", "95 %", "p", "better", "worse"):
         table.add_column(heading, justify="left" if not heading else "right")
     for name in ["reward", *sorted((one.keys() & other.keys()) - {"reward"})]:
         found = paired_difference(one[name], other[name])
-        low, high = found.mean - 1.96 * found.error, found.mean + 1.96 * found.error
+        low = found.mean - 1.96 * found.error
+        high = found.mean + 1.96 * found.error
         both = one[name].keys() & other[name].keys()
         table.add_row(
             name,

@@ -20,9 +20,12 @@ class Progress:
     """
 
     def __init__(self, name: str, count: int, folder: Folder | None) -> None:
-        self.count, self.folder, self.name = count, folder, name
+        self.count = count
+        self.folder = folder
+        self.name = name
         self.done = self.failed = 0
-        self.total, self._said = 0.0, time.monotonic()
+        self.total = 0.0
+        self._said = time.monotonic()
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -16,7 +16,8 @@ class Evaluation:
     """Evaluate a model with an engine that is kept while the same model is passed."""
 
     def __init__(self, config: EvalConfig, seed: int) -> None:
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.environments = load_environments(config.env)
         self._sampled: Merged | None = None
         self._engine: Engine

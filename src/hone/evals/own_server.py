@@ -46,7 +46,8 @@ def endpoint_for(
     The default local server is used if it serves the model, unless a `chat_template` is given,
     which needs a server of its own. Raises ValueError if there is none.
     """
-    found, path = None, Path(model).expanduser()
+    found = None
+    path = Path(model).expanduser()
     if (
         base_url is None
         and path.is_dir()
@@ -100,7 +101,8 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
 
     Raises ValueError with the server's message if it does not start.
     """
-    words, name = ["--model.name", model], model
+    words = ["--model.name", model]
+    name = model
     adapter = Path(model).expanduser() / "adapter_config.json"
     if adapter.is_file() and not (adapter.parent / "config.json").exists():
         base = json.loads(adapter.read_text()).get("base_model_name_or_path")

@@ -16,7 +16,8 @@ def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
     sqrt(G / (G - 1) * sum over the G clusters of (sum of residuals)²) / N; NaN for one cluster
     (Miller 2024, eq. 4).
     """
-    value, cluster = np.asarray(values, dtype=np.float64), np.asarray(clusters)
+    value = np.asarray(values, dtype=np.float64)
+    cluster = np.asarray(clusters)
     _, number = np.unique(cluster, return_inverse=True)
     sums = np.bincount(number, weights=value - value.mean())
     G = len(sums)
@@ -32,7 +33,8 @@ def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
     """
     found = []
     for rollouts in successes:
-        n, c = len(rollouts), sum(rollouts)
+        n = len(rollouts)
+        c = sum(rollouts)
         if n >= k:
             found.append(1.0 - math.comb(n - c, k) / math.comb(n, k))
     return float(np.mean(found)) if found else float("nan")
@@ -58,7 +60,8 @@ def paired_difference(a: dict[str, float], b: dict[str, float]) -> Difference:
     if not both:
         raise ValueError("the two evaluations have no example in common")
     differences = np.array([b[key] - a[key] for key in both])
-    mean, n = float(differences.mean()), len(both)
+    mean = float(differences.mean())
+    n = len(both)
     error = float(differences.std(ddof=1) / math.sqrt(n)) if n > 1 else float("nan")
     p = math.erfc(abs(mean) / error / math.sqrt(2)) if error > 0 else float(mean == 0)
     return Difference(mean, error, p, int((differences > 0).sum()), int((differences < 0).sum()), n)

@@ -10,7 +10,8 @@ from typing import Any
 from hone.environments.rollout_rows import rollout_of, row_of
 from hone.records import Rollout
 
-FILE, ABOUT = "results.jsonl", "metadata.json"
+FILE = "results.jsonl"
+ABOUT = "metadata.json"
 SAME = (
     "env",
     "env_args",
@@ -28,7 +29,9 @@ class Folder:
     """A result folder, written as rollouts finish, so that an interrupted evaluation can resume."""
 
     def __init__(self, path: Path, settings: dict[str, Any], token_ids: bool = False) -> None:
-        self.path, self.settings, self.token_ids = path, settings, token_ids
+        self.path = path
+        self.settings = settings
+        self.token_ids = token_ids
 
     @classmethod
     def create(cls, settings: dict[str, Any], token_ids: bool) -> "Folder":
@@ -82,7 +85,8 @@ class Folder:
         partial.rename(self.path / FILE)
 
     def read_rows(self) -> list[dict[str, Any]]:
-        file, found = self.path / FILE, []
+        file = self.path / FILE
+        found = []
         for line in file.read_text().split("\n") if file.is_file() else []:
             try:
                 found.extend([json.loads(line)] if line else [])

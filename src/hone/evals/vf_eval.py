@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
 
         return compare_results(*map(Path, args.compare))
     wanted = list_evaluations(args)
-    found, failed = [], []
+    found = []
+    failed = []
     for entry in wanted:
         try:
             found.append(run_evaluation(entry))
@@ -170,12 +171,15 @@ async def collect_rollouts(
     progress: Progress,
 ) -> tuple[list[Rollout], dict[str, Any]]:
     """Return all rollouts, and the server's counts of prompt and completion tokens."""
-    server, most = (endpoint.base_url, endpoint.model, endpoint.api_key), args.max_concurrent
-    failed, succeeds = 0, False
+    server = (endpoint.base_url, endpoint.model, endpoint.api_key)
+    most = args.max_concurrent
+    failed = 0
+    succeeds = False
 
     def record_rollout(number: int, rollout: Rollout) -> None:
         nonlocal failed, succeeds
-        failed, succeeds = failed + bool(rollout.error), succeeds or not rollout.error
+        failed = failed + bool(rollout.error)
+        succeeds = succeeds or not rollout.error
         progress.add_rollout(number, rollout)
 
     async with HttpClient(*server, args.sampling_args, args.timeout) as client:
@@ -228,7 +232,8 @@ def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[s
 
 def _summarize_metrics(scored: list[Rollout]) -> dict[str, dict[str, float]]:
     """Return the mean and the clustered error of each metric, over the rollouts that have it."""
-    means, errors = {}, {}
+    means = {}
+    errors = {}
     for name in sorted({name for rollout in scored for name in rollout.metrics}):
         having = [rollout for rollout in scored if name in rollout.metrics]
         values = [rollout.metrics[name] for rollout in having]
@@ -269,7 +274,8 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
     if settings["failed"]:
         console.print(f"failed: {settings['failed']} of {len(rollouts)}")
     spent = f" ({settings['dollars']:.4f} dollars)" if "dollars" in settings else ""
-    read, written = settings["prompt_tokens"], settings["completion_tokens"]
+    read = settings["prompt_tokens"]
+    written = settings["completion_tokens"]
     if read:
         console.print(f"tokens: {read} read, {written} written{spent}")
     console.print(f"time: {settings['seconds']:.1f} s")

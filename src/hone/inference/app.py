@@ -36,7 +36,8 @@ from hone.inference.served_model import Served
 
 BODY, BODY_A_TOKEN = 2**24, 256  # largest body: a minimum, and bytes per token of the context
 # Seconds that a client may send or read nothing, and the number of open requests.
-STILL, OPEN = (60.0, 8192)
+STILL = 60.0
+OPEN = 8192
 
 
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
@@ -106,7 +107,8 @@ class KeyGuard:
     """
 
     def __init__(self, app: ASGIApp, api_key: str, client_key: str | None = None) -> None:
-        self.app, self.expected = app, f"Bearer {api_key}".encode()
+        self.app = app
+        self.expected = f"Bearer {api_key}".encode()
         self.client = None if client_key is None else f"Bearer {client_key}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +163,8 @@ class PageGuard:
         origin = headers.get(b"origin")
         if origin is not None and host_of(origin) not in LOOPBACK:
             return f"a page of {origin} may not use this server, which has no API key"
-        kind, length = headers.get(b"content-type", ""), headers.get(b"content-length", "0")
+        kind = headers.get(b"content-type", "")
+        length = headers.get(b"content-length", "0")
         has_body = length != "0" or b"transfer-encoding" in headers
         if has_body and "json" not in kind:
             return "the body is JSON: send the header Content-Type: application/json"
@@ -197,7 +200,9 @@ class Limit:
     """
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
-        self.app, self.served, self.open = app, served, 0
+        self.app = app
+        self.served = served
+        self.open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
@@ -210,7 +215,8 @@ class Limit:
         if self.open >= OPEN:
             busy = f"{OPEN} requests are open, more than this server takes; ask again later"
             return await build_refusal(429, busy, "rate_limit_error")(scope, receive, send)
-        read, is_whole = 0, False
+        read = 0
+        is_whole = False
 
         async def receive_bounded() -> Message:
             nonlocal read, is_whole

@@ -28,7 +28,8 @@ class Listening:
         self.connection = connection
 
     def __enter__(self) -> "Listening":
-        self.task, self.was_cut = asyncio.current_task(), False
+        self.task = asyncio.current_task()
+        self.was_cut = False
         self.hung_up = asyncio.ensure_future(self.connection.receive())
         self.hung_up.add_done_callback(self._cancel_reading)
         return self
@@ -74,7 +75,9 @@ class EventStream(Response):
 
     def __init__(self, head: str, events: AsyncGenerator[str, None], listening: Listening) -> None:
         super().__init__(media_type="text/event-stream")
-        self.head, self.events, self.listening = head, events, listening
+        self.head = head
+        self.events = events
+        self.listening = listening
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

@@ -70,8 +70,11 @@ class Frames(asyncio.Protocol):
     def __init__(
         self, take: Callable[[Any], None], gone: Callable[[], None], at_once: int | None = None
     ) -> None:
-        self.take, self.gone, self.at_once = take, gone, at_once
-        self._read, self._out = bytearray(), list[bytes]()
+        self.take = take
+        self.gone = gone
+        self.at_once = at_once
+        self._read = bytearray()
+        self._out = list[bytes]()
         self._arrived = deque[Any]()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -182,11 +185,13 @@ class ApartSampler(Sampler):
     can = ENGINE_CAN
 
     def __init__(self, facts: SamplerFacts, lost: Callable[[], None]) -> None:
-        self.facts, self.lost = facts, lost
+        self.facts = facts
+        self.lost = lost
         self.streams = Streams(
             self.generate, lambda known: self._call_engine("find_partials", known)
         )
-        self._numbers, self._tokenizers = itertools.count(), itertools.count()
+        self._numbers = itertools.count()
+        self._tokenizers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._sent: tuple[Tokenizer, int] | None = None
 

@@ -39,7 +39,8 @@ class EngineService:
     """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread."""
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
-        self.engine, self.lockstep = engine, lockstep
+        self.engine = engine
+        self.lockstep = lockstep
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
         self._pending: list[Callable[[], None]] = []
@@ -63,7 +64,8 @@ class EngineService:
         self._closing = False
 
         async def main_program() -> None:
-            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            self._loop = asyncio.get_running_loop()
+            self._task = asyncio.current_task()
             started.set()
             await program
 
@@ -188,11 +190,13 @@ class EngineService:
                     self._wake.wait(MAX_WAIT_SECONDS)
                 if self._closing:
                     return
-                inbox, self._inbox = self._inbox, []
+                inbox = self._inbox
+                self._inbox = []
             for work in inbox:
                 work()
             if self._ran:
-                ran, self._ran = self._ran, []
+                ran = self._ran
+                self._ran = []
                 self.on_loop(_deliver_results, ran)
             try:
                 if self._has_work():
@@ -207,7 +211,8 @@ class EngineService:
                 for future in list(self._in_flight):
                     self._finish_future(future, None, error)
             if self._done and (not self._has_work() or not self.lockstep):
-                done, self._done = self._done, []
+                done = self._done
+                self._done = []
                 self.on_loop(_deliver_results, done)
 
     def _finish_future(
@@ -231,7 +236,8 @@ class LocalClient:
     """The model of this process with the client interface of environments."""
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer) -> None:
-        self.service, self.tokenizer = service, tokenizer
+        self.service = service
+        self.tokenizer = tokenizer
         self.stop_ids = frozenset(tokenizer.stop_ids)
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:

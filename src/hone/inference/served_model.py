@@ -23,7 +23,8 @@ def find_allowed_directories(config: InferenceConfig) -> list[Path]:
     """
     if config.allowed_dirs is not None:
         return config.allowed_dirs
-    found, model = [Path.cwd()], Path(config.model.name).expanduser()
+    found = [Path.cwd()]
+    model = Path(config.model.name).expanduser()
     if output := os.environ.get("OUTPUT_DIR"):
         found.append(Path(output))
     if model.is_dir():
@@ -39,13 +40,15 @@ class Served:
     def __init__(
         self, sampler: Sampler, tokenizer: Tokenizer, name: str, allowed: Sequence[Path]
     ) -> None:
-        self.sampler, self.name = sampler, name
+        self.sampler = sampler
+        self.name = name
         self.allowed = [directory.resolve() for directory in allowed]
         self._text: tuple[Path, int] | None = None  # source of the tokenizer
         self.set_tokenizer(tokenizer)
 
     def set_tokenizer(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.stop_ids = tokenizer, frozenset(tokenizer.stop_ids)
+        self.tokenizer = tokenizer
+        self.stop_ids = frozenset(tokenizer.stop_ids)
 
     @property
     def model_names(self) -> list[str]:

@@ -52,7 +52,9 @@ class AdamW:
     """
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
-        self.tensors, self.decays, self.table = tensors, decays, None
+        self.tensors = tensors
+        self.decays = decays
+        self.table = None
         if all(takes(one) for column in tensors for one in column):
             from hone.kernels.gpu import optimizer
 
@@ -70,7 +72,8 @@ class AdamW:
     def rehearse(self) -> None:
         """Run a step of few numbers to compile the kernel, for gradients in their type and in fp32."""
         if self.table is not None:
-            device, count = self.tensors[0][0].device, self.table.fewest
+            device = self.tensors[0][0].device
+            count = self.table.fewest
             ones = [column[0].flatten()[:count].to(device, copy=True) for column in self.tensors]
             ones[0] = ones[0] if self.table.has_weight else ones[1]
             for dtype in {ones[0].dtype, torch.float32}:
@@ -89,7 +92,8 @@ def adamw_reference(
     change: Change,
     seed: int,
 ) -> None:
-    (beta1, beta2), (of_first, of_second) = change.betas, change.corrections
+    (beta1, beta2) = change.betas
+    (of_first, of_second) = change.corrections
     grad = grad.float() * change.scale
     with brought([master, first, second], weight.device) as (master, first, second):
         m = first.float().lerp_(grad, 1 - beta1)

@@ -81,14 +81,21 @@ class _Mix(torch.autograd.Function):
     ) -> Any:
         from hone.kernels.cpu import block
 
-        x, delta = x.contiguous(), None if delta is None else delta.contiguous()
-        (T, D), E = x.shape, len(q_scale)
+        x = x.contiguous()
+        delta = None if delta is None else delta.contiguous()
+        (T, D) = x.shape
+        E = len(q_scale)
         K = (len(weight) // E - H) // 2
-        ctx.sizes, ctx.sequences = (T, D, H, K, E), (sequences.rows, sequences.groups)
+        ctx.sizes = (T, D, H, K, E)
+        ctx.sequences = (sequences.rows, sequences.groups)
         total = x if delta is None else torch.empty_like(x)
-        normed, rstd, qkv = torch.empty_like(x), x.new_empty(T), x.new_empty(T, len(weight))
-        heads, heads_rstd = x.new_empty(T, (H + K) * E), x.new_empty(T, H + K)
-        mixed, logsum = x.new_empty(T, H * E), x.new_empty(T, H)
+        normed = torch.empty_like(x)
+        rstd = x.new_empty(T)
+        qkv = x.new_empty(T, len(weight))
+        heads = x.new_empty(T, (H + K) * E)
+        heads_rstd = x.new_empty(T, H + K)
+        mixed = x.new_empty(T, H * E)
+        logsum = x.new_empty(T, H)
         block.mix_forward(
             *ctx.sizes,
             eps,
@@ -124,10 +131,8 @@ class _Mix(torch.autograd.Function):
         T, D, H, K, E = ctx.sizes
         of_q, of_k, of_v = (total.new_empty(T, n * E) for n in (H, K, K))
         of_qkv, of_x, of_weight = (torch.empty_like(like) for like in (qkv, total, weight))
-        of_norm, of_scales = (
-            total.new_empty(row_kernels.parts(T), D),
-            total.new_empty(row_kernels.parts(T), 2, E),
-        )
+        of_norm = total.new_empty(row_kernels.parts(T), D)
+        of_scales = total.new_empty(row_kernels.parts(T), 2, E)
         grads = (None if grad_total is None else grad_total.contiguous(), grad_mixed.contiguous())
         block.mix_backward(
             *ctx.sizes,
@@ -161,11 +166,14 @@ class _Feed(torch.autograd.Function):
     ) -> Any:
         from hone.kernels.cpu import block
 
-        x, mixed = x.contiguous(), mixed.contiguous()
+        x = x.contiguous()
+        mixed = mixed.contiguous()
         ctx.sizes = (*x.shape, mixed.shape[1], down.shape[1])
         T, _, _, F = ctx.sizes
         total, normed, delta = (torch.empty_like(x) for _ in range(3))
-        rstd, hidden, active = x.new_empty(T), x.new_empty(T, 2 * F), x.new_empty(T, F)
+        rstd = x.new_empty(T)
+        hidden = x.new_empty(T, 2 * F)
+        active = x.new_empty(T, F)
         inputs = _addresses(x, mixed, out, norm, gate_up, down)
         block.feed_forward(
             *ctx.sizes, eps, *inputs, *_addresses(total, normed, rstd, hidden, active, delta)

@@ -49,7 +49,8 @@ def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int
 @lru_cache(maxsize=256)
 def powers(count: int) -> NDArray[np.int64]:
     """Return MIX^(count - 1), …, MIX, 1 modulo 2^64, the factors of the stretches' sums."""
-    found, power = [], 1
+    found = []
+    power = 1
     for _ in range(count):
         found.append(power)
         power = power * MIX % 2**64

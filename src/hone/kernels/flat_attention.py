@@ -48,7 +48,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
 
     T, H, E = q.shape
     q, k, v = (_dense_heads(x) for x in (q, k, v))
-    out, logsum = q.new_empty(T, H, E), q.new_empty(T, H)
+    out = q.new_empty(T, H, E)
+    logsum = q.new_empty(T, H)
     table = (sequences.rows, sequences.groups)
     attention.forward(
         H, k.shape[1], E, *addresses(q, k, v), *table, out.data_ptr(), logsum.data_ptr()
@@ -81,7 +82,8 @@ class _FlatAttention(torch.autograd.Function):
         q, k, v, out, logsum = ctx.saved_tensors
         q, k, v = (_dense_heads(x) for x in (q, k, v))
         grads = [x.new_empty(x.shape) for x in (q, k, v)]
-        grad, table = grad.contiguous(), (ctx.sequences.rows, ctx.sequences.groups)
+        grad = grad.contiguous()
+        table = (ctx.sequences.rows, ctx.sequences.groups)
         H, E = q.shape[1:]
         attention.backward(
             H,

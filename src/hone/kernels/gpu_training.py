@@ -104,7 +104,11 @@ class _LowRankLinear:
         b: Tensor | None,
         whole: Tensor | None = None,
     ) -> None:
-        self.weight, self.bias, self.a, self.b, self.whole = weight, bias, a, b, whole
+        self.weight = weight
+        self.bias = bias
+        self.a = a
+        self.b = b
+        self.whole = whole
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the result, and A x if it was computed."""
@@ -163,7 +167,8 @@ class _NormLinear(torch.autograd.Function):
         total, normed = row_kernels.add_norm(x, delta, scale, eps)
         out, h = _LowRankLinear(weight, bias, a, b, whole).forward(normed)
         ctx.save_for_backward(total, scale, weight, bias, a, b, whole, h)
-        ctx.eps, ctx.has_delta = eps, delta is not None
+        ctx.eps = eps
+        ctx.has_delta = delta is not None
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -172,7 +177,8 @@ class _NormLinear(torch.autograd.Function):
         from hone.kernels.gpu import training_kernels
 
         total, scale, *parts, h = ctx.saved_tensors
-        linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[4:]
+        linear = _LowRankLinear(*parts)
+        needs = ctx.needs_input_grad[4:]
         grad = grad.contiguous()
         grad_total = None if grad_total is None else grad_total.contiguous()
         of_normed, of_h = linear.of_input(grad)
@@ -195,7 +201,8 @@ class _WholeLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, *parts = ctx.saved_tensors
-        linear, grad = _LowRankLinear(*parts), grad.contiguous()
+        linear = _LowRankLinear(*parts)
+        grad = grad.contiguous()
         of_x, of_h = linear.of_input(grad)
         return of_x, *linear.of_weights(ctx.needs_input_grad[1:], grad, x, None, of_h), None
 
@@ -216,7 +223,8 @@ class _SwiGLULinear(torch.autograd.Function):
         from hone.kernels.gpu import training_kernels
 
         gate_up, *parts, h = ctx.saved_tensors
-        linear, needs = _LowRankLinear(*parts), ctx.needs_input_grad[1:]
+        linear = _LowRankLinear(*parts)
+        needs = ctx.needs_input_grad[1:]
         grad = grad.contiguous()
         of_act, of_h = linear.of_input(grad)
         act, out = training_kernels.swiglu_backward(
@@ -244,7 +252,9 @@ class _HeadsAttention(torch.autograd.Function):
         q, k = training_kernels.rotate_heads(qkv, q_scale, k_scale, cos, sin, positions, eps, H)
         out, logsum = attention.forward(q, k, qkv[:, H + k.shape[1] :], tiles)
         ctx.save_for_backward(qkv, q_scale, k_scale, cos, sin, positions, out, logsum)
-        ctx.tiles, ctx.eps, ctx.H = tiles, eps, H
+        ctx.tiles = tiles
+        ctx.eps = eps
+        ctx.H = H
         return out
 
     @staticmethod

@@ -81,12 +81,10 @@ class _Chunk:
     def __init__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
     ) -> None:
-        self.hidden, self.weight, self.targets, self.temperature = (
-            hidden,
-            weight,
-            targets,
-            temperature,
-        )
+        self.hidden = hidden
+        self.weight = weight
+        self.targets = targets
+        self.temperature = temperature
         self.logits = exact_logits(hidden, weight)
         self.on_gpu = gpu.IS_AVAILABLE and hidden.is_cuda and self.logits.dtype == torch.float32
         if self.on_gpu:
@@ -143,7 +141,8 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int
     ) -> Any:
-        hidden, temperature = hidden.contiguous(), at_least_fp32(temperature)
+        hidden = hidden.contiguous()
+        temperature = at_least_fp32(temperature)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy = (
             torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)

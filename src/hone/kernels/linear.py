@@ -12,7 +12,8 @@ from hone.kernels import cpu, gpu, numerics
 
 # Few tokens are not worth packing large weights for. Small ones (4 MB) are always multiplied by the compiled product: a
 # row of it does not depend on its neighbours, so a token's numbers are the same to the bit in any batch.
-FEW_TOKENS, LARGE_WEIGHT = 32, 2**20
+FEW_TOKENS = 32
+LARGE_WEIGHT = 2**20
 # Numbers of a tile of torch's; with as many as a GPU has multiprocessors it does not cut the inner
 # size
 WAVE = 128 * 128
@@ -130,9 +131,14 @@ def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
     """Return a @ b; either may be a transposed view."""
     from hone.kernels.cpu import products
 
-    M, N, K = len(a_MK), b_KN.shape[1], len(b_KN)
-    out, b, threads = a_MK.new_empty(M, N), b_KN.data_ptr(), torch.get_num_threads()
-    (a_row, a_column), (b_row, b_column) = a_MK.stride(), b_KN.stride()
+    M = len(a_MK)
+    N = b_KN.shape[1]
+    K = len(b_KN)
+    out = a_MK.new_empty(M, N)
+    b = b_KN.data_ptr()
+    threads = torch.get_num_threads()
+    (a_row, a_column) = a_MK.stride()
+    (b_row, b_column) = b_KN.stride()
     if a_row == 1 and a_column > 1 and b_column == 1:
         products.multiply_transposed(
             M, N, K, a_MK.data_ptr(), a_column, b, b_row, threads, out.data_ptr()

@@ -34,7 +34,8 @@ class _Compiled(torch.autograd.Function):
     def forward(ctx, logits, targets, temperature):  # type: ignore[no-untyped-def]
         from hone.kernels.cpu import logprobs as kernels
 
-        logits, temperature = logits.contiguous(), temperature.float().contiguous()
+        logits = logits.contiguous()
+        temperature = temperature.float().contiguous()
         logsum, logprobs, entropy = (torch.empty_like(temperature) for _ in range(3))
         tensors = (logits, targets.contiguous(), temperature, logsum, logprobs, entropy)
         kernels.forward(*logits.shape, *(t.data_ptr() for t in tensors))

@@ -46,9 +46,12 @@ def _forward(
     from hone.kernels.cpu import row_kernels
 
     x = x.contiguous()
-    total, out, rstd = x, torch.empty_like(x), x.new_empty(len(x))
+    total = x
+    out = torch.empty_like(x)
+    rstd = x.new_empty(len(x))
     if delta is not None:
-        delta, total = delta.contiguous(), torch.empty_like(x)
+        delta = delta.contiguous()
+        total = torch.empty_like(x)
     row_kernels.add_norm_forward(
         *x.shape,
         x.data_ptr(),
@@ -102,7 +105,8 @@ class _OnGpu(torch.autograd.Function):
 
         total, out = row_kernels.add_norm(x, delta, weight, eps)
         ctx.save_for_backward(total, weight)
-        ctx.eps, ctx.has_delta = eps, delta is not None
+        ctx.eps = eps
+        ctx.has_delta = delta is not None
         ctx.set_materialize_grads(False)
         return total, out
 

@@ -103,7 +103,8 @@ def _forward(
     qkv = qkv.contiguous()
     T, N, E = qkv.shape
     K = (N - H) // 2
-    out, rstd = qkv.new_empty(T, H + K, E), qkv.new_empty(T, H + K)
+    out = qkv.new_empty(T, H + K, E)
+    rstd = qkv.new_empty(T, H + K)
     inputs = (
         qkv.data_ptr(),
         q_scale.data_ptr(),

@@ -46,7 +46,8 @@ def _side_by_side(matrices: list[Tensor]) -> list[Tensor]:
 def orthogonal_reference(matrices: list[Tensor]) -> Tensor:
     """Orthogonalize matrices of one shape, B x M x N, in bfloat16 on GPUs."""
     a, b, c = COEFFICIENTS
-    dtype, is_tall = matrices[0].dtype, matrices[0].shape[0] > matrices[0].shape[1]
+    dtype = matrices[0].dtype
+    is_tall = matrices[0].shape[0] > matrices[0].shape[1]
     x_BMN = torch.stack([x_MN.to(torch.bfloat16 if x_MN.is_cuda else dtype) for x_MN in matrices])
     y = x_BMN.mT if is_tall else x_BMN
     y = y / torch.linalg.matrix_norm(y, keepdim=True).clamp(min=1e-7)

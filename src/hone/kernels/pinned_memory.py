@@ -14,7 +14,8 @@ from hone.machine import usable_cores
 
 STRETCH = 2**26  # bytes of memory that one thread asks for
 # Numbers of locked memory that travel together, and how many portions are on the GPU at once
-PORTION, ROOMS = (2**23, 4)
+PORTION = 2**23
+ROOMS = 4
 
 
 class _Pages(mmap.mmap):

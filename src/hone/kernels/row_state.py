@@ -11,11 +11,16 @@ SEED = 5
 DONE = 6  # 0 while running, then STOPPED or FULL
 OWN_PAGE = 7  # the first page that is read for this sequence alone; those before it are read once for a group
 ADAPTER = 8  # number of its LoRA adapter, 0 for none
-STOPPED, FULL = 1, 2
+STOPPED = 1
+FULL = 2
 
 # parameters, float32
 PARAMETERS = 8
 TEMPERATURE = 0
 LOGPROB_TEMPERATURE = 1  # of the logprob that is reported
-TOP_P, TOP_K, MIN_P = 2, 3, 4
-REPETITION, PRESENCE, FREQUENCY = 5, 6, 7
+TOP_P = 2
+TOP_K = 3
+MIN_P = 4
+REPETITION = 5
+PRESENCE = 6
+FREQUENCY = 7

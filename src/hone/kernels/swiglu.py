@@ -57,7 +57,8 @@ class _SwiGLU(torch.autograd.Function):
         if cpu.takes(gate_up):
             from hone.kernels.cpu import row_kernels
 
-            gate_up, grad = gate_up.contiguous(), grad.contiguous()
+            gate_up = gate_up.contiguous()
+            grad = grad.contiguous()
             out = torch.empty_like(gate_up)
             row_kernels.swiglu_backward(
                 *grad.shape, grad.data_ptr(), gate_up.data_ptr(), out.data_ptr()

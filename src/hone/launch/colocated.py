@@ -60,7 +60,8 @@ class Environments:
     @classmethod
     def load(cls, config: RLConfig, given: dict[str, Environment] | None) -> "Environments":
         """Load what the configuration names, unless environments are given."""
-        arguments, evaluation = config.model.template_arguments, config.orchestrator.eval
+        arguments = config.model.template_arguments
+        evaluation = config.orchestrator.eval
         training = given or load_environments(config.orchestrator.env, arguments)
         if evaluation is None:
             return cls(training, {})
@@ -106,10 +107,8 @@ class SharedPolicy:
     """A policy sink: an engine that samples from the storage of the model in training."""
 
     def __init__(self, config: RLConfig, loaded: Loaded, trainer: PolicyTrainer) -> None:
-        limit, serving = (
-            loaded.model.spec.max_position_embeddings,
-            config.inference or ServeConfig(),
-        )
+        limit = loaded.model.spec.max_position_embeddings
+        serving = config.inference or ServeConfig()
         length = min(config.seq_len, serving.max_model_len or limit, limit)
         most_tokens = config.orchestrator.batch_size * length
         reserved = trainer.estimate_memory(most_tokens).step_bytes
@@ -141,7 +140,9 @@ class InProcessSource:
         service: EngineService,
         events: Events,
     ) -> None:
-        self.session, self.orchestrator, self.service = session, orchestrator, service
+        self.session = session
+        self.orchestrator = orchestrator
+        self.service = service
         self.events = events
         self.config: RLConfig = session.config
         self.collected: Collected | None = None
@@ -167,8 +168,10 @@ class InProcessSource:
 
     def can_overlap(self, step: int) -> bool:
         """Return True if nothing is due between this step and the next one's requests."""
-        config, session = self.config, self.session
-        evaluation, is_last = config.orchestrator.eval, step == config.max_steps
+        config = self.config
+        session = self.session
+        evaluation = config.orchestrator.eval
+        is_last = step == config.max_steps
         return not (
             config.orchestrator.rollout_timeout < MIN_TIMEOUT_TO_OVERLAP_SECONDS
             or (evaluation is not None and evaluation.is_due(step, config.max_steps))
@@ -178,7 +181,8 @@ class InProcessSource:
 
     def read_metrics(self, step: int) -> dict[str, float]:
         assert self.collected is not None
-        values, now = self.metrics, time.perf_counter()
+        values = self.metrics
+        now = time.perf_counter()
         values["time/step"], self.since = now - self.since, now
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
         self.events.on_rollouts(step, values, partial(tracker_rows, step, self.collected.groups))

@@ -44,11 +44,14 @@ def memory_lines(config: Config) -> list[str]:
         found.append(
             f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.describe_estimate()}"
         )
-    limit, sequences = spec.max_position_embeddings, 0
+    limit = spec.max_position_embeddings
+    sequences = 0
     if isinstance(config, RLConfig):
-        limit, sequences = min(limit, config.seq_len), config.orchestrator.batch_size
+        limit = min(limit, config.seq_len)
+        sequences = config.orchestrator.batch_size
     elif isinstance(config, InferenceConfig):
-        limit, sequences = min(limit, config.max_model_len or limit), 1
+        limit = min(limit, config.max_model_len or limit)
+        sequences = 1
         found.append(
             f"serving in {kind}: weights {spec.parameter_count() * itemsize / 2**30:.2f} GiB"
         )
@@ -82,9 +85,11 @@ def _estimate_training(
             is_split=rows < config.data.batch_size,
         )
     if isinstance(config, RLConfig):
-        trainer, step = config.trainer, config.orchestrator.batch_size * config.seq_len
+        trainer = config.trainer
+        step = config.orchestrator.batch_size * config.seq_len
     elif isinstance(config, TrainerRunConfig):
-        trainer, step = config, config.micro_batch_tokens or FEW_TOKENS
+        trainer = config
+        step = config.micro_batch_tokens or FEW_TOKENS
     else:
         return None
     most = trainer.micro_batch_tokens or FEW_TOKENS

@@ -47,11 +47,14 @@ def call_each() -> None:
     from hone.models.spec import ModelSpec
     from hone.models.transformer import Transformer
 
-    T, E = 4, 16
+    T = 4
+    E = 16
     spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, 1e4, True, 64, 0.1, False)
-    model, attention = Transformer(spec), PackedAttention([T])
+    model = Transformer(spec)
+    attention = PackedAttention([T])
     model.init_weights(torch.Generator())
-    ones, scale = torch.ones(T, dtype=torch.int64), torch.ones(T)
+    ones = torch.ones(T, dtype=torch.int64)
+    scale = torch.ones(T)
     for _ in range(2):  # fused blocks; separate operations, as with an adapter
         hidden = model(ones, attention.token_positions(), attention)
         logprobs, _ = target_logprobs(model.compute_logits(hidden), ones, scale)
@@ -66,12 +69,11 @@ def call_each() -> None:
         attend_by_pages(query, query, query, keys, values, rows)
         if PackedModel.supports_model(model):
             PackedModel(model, KVCache(spec, torch.float32, query.device, 32)).decode_rows(rows)
-        tokens, chosen, stops = (
-            torch.zeros(T, E, dtype=torch.int64),
-            torch.zeros(T, E),
-            ones[:, None],
-        )
-        parameters, logits = torch.ones(T, row_state.PARAMETERS), torch.ones(T, E)
+        tokens = torch.zeros(T, E, dtype=torch.int64)
+        chosen = torch.zeros(T, E)
+        stops = ones[:, None]
+        parameters = torch.ones(T, row_state.PARAMETERS)
+        logits = torch.ones(T, E)
         inputs = [t.data_ptr() for t in (parameters, rows.state, ones, stops)]
         outputs = (tokens.data_ptr(), chosen.data_ptr(), E)
         decode.draw(T, E, logits.data_ptr(), logits.data_ptr(), 0, *inputs, 1, *outputs, 1)

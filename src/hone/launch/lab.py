@@ -68,7 +68,8 @@ def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) ->
             "hone lab setup: this is the home directory; make a folder for the project and go there"
         )
     check_project(place / "pyproject.toml")
-    project, wanted = place / "pyproject.toml", [*ALWAYS, *(["configs/vf-rl"] if vf_rl else [])]
+    project = place / "pyproject.toml"
+    wanted = [*ALWAYS, *(["configs/vf-rl"] if vf_rl else [])]
     wanted += ["configs/prime-rl"] if prime_rl else []
     try:
         was_there = project.exists()
@@ -158,7 +159,8 @@ def environment_sources() -> Path:
 
 def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
     """Write missing files; return how many, and the existing files that differ and were kept."""
-    written, kept = 0, []
+    written = 0
+    kept = []
     for name, content in files.items():
         path = place / name
         if path.exists() or path.is_symlink():
@@ -173,7 +175,8 @@ def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str
 
 def install_project(place: Path) -> int:
     """Add Hone, as installed here, and the environments to the project. Returns uv's exit code."""
-    uv, version = find_uv(), importlib.metadata.version("hone-rl")
+    uv = find_uv()
+    version = importlib.metadata.version("hone-rl")
     if uv is None:
         _print_line(
             f"hone-rl {version} is installed here; with uv it would be added to the project"

@@ -114,7 +114,8 @@ def sample_waves(
 ) -> Waves:
     """Sample in waves: new prompts, groups of one prompt, and continued conversations."""
     done: Waves = []
-    vocabulary, last = range(engine.sampler.vocab_size), list[list[int]]()
+    vocabulary = range(engine.sampler.vocab_size)
+    last = list[list[int]]()
     while len(done) < count:
         prompts: list[list[int]] = []
         for _ in range(min(WAVES[len(done) % len(WAVES)], count - len(done))):
@@ -142,19 +143,19 @@ def sample_waves(
 
 async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
     """Sample from a server in waves: single chats, groups, and continued ones."""
-    draw, done = random.Random(config.seed), Waves()
+    draw = random.Random(config.seed)
+    done = Waves()
     (client,) = connect_clients(ClientConfig(base_url=[url]), config.model.name)
     async with client:
         await client.check_key()
         await client.wait_until_serving()
         chats: list[list[Message]] = []
         while len(done) < config.rollouts:
-            before, chats = chats, []
+            before = chats
+            chats = []
             for _ in range(min(WAVES[len(done) % len(WAVES)], config.rollouts - len(done))):
-                kind, text = (
-                    draw.random(),
-                    "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens))),
-                )
+                kind = draw.random()
+                text = "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens)))
                 if kind < 0.3 and chats:
                     chats.append(chats[-1])
                 else:
@@ -191,11 +192,10 @@ def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) ->
     """Return each rollout's logprobs, in micro-batches of several sizes, as training computes them."""
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
-    lengths, prompts = (
-        [len(x) for x in ids],
-        [prompt_of(*both) for both in zip(ids, masks, strict=True)],
-    )
-    found, device = [torch.empty(0)] * len(ids), model.embed.weight.device
+    lengths = [len(x) for x in ids]
+    prompts = [prompt_of(*both) for both in zip(ids, masks, strict=True)]
+    found = [torch.empty(0)] * len(ids)
+    device = model.embed.weight.device
     for k, budget in enumerate(BUDGETS):
         mine = list(range(k, len(ids), len(BUDGETS)))
         parts = split_by_prompt([prompts[i] for i in mine], [lengths[i] for i in mine], budget)
@@ -265,7 +265,8 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
             is_added = not all(isinstance(pending, Tensor) for _, pending in decoded)
             steps = [_compared_tensors(step, is_added) for step in decoded]
             for part, of_all in _compared_tensors(training[0], is_added).items():
-                one, two = torch.cat([step[part] for step in steps]), of_all[len(prompt) :]
+                one = torch.cat([step[part] for step in steps])
+                two = of_all[len(prompt) :]
                 if not torch.equal(one[: len(two)], two[: len(one)]) and (
                     first is None or (layer, part) < first
                 ):

@@ -81,10 +81,8 @@ def plan_components(config: RLConfig) -> list[Component]:
     # In the environment, since written configurations have no secrets.
     keys = {API_KEY_VARIABLE: key} if key else {}
     configs = component_configs(config, has_key=bool(key))
-    gpus, nodes = (
-        {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)},
-        nodes_of_servers(config),
-    )
+    gpus = {"trainer": config.trainer_gpu_ids, **gpus_of_servers(config)}
+    nodes = nodes_of_servers(config)
     parts = []
     for name, one in configs.items():
         role = "inference" if isinstance(one, InferenceConfig) else name
@@ -119,7 +117,8 @@ def plan_components(config: RLConfig) -> list[Component]:
 
 def ranks_of_trainer(config: RLConfig) -> list[tuple[str, int, dict[str, str]]]:
     """Return for each trainer process its node, local rank and environment."""
-    nodes, count = config.trainer_nodes or [""], len(config.trainer_gpu_ids)
+    nodes = config.trainer_nodes or [""]
+    count = len(config.trainer_gpu_ids)
     meet = f"{nodes[0]}:{free_port()}" if nodes[0] else ""
     if not meet:
         return [("", number, rank) for number, rank in enumerate(environments_of_ranks(count))]
@@ -131,7 +130,8 @@ def ranks_of_trainer(config: RLConfig) -> list[tuple[str, int, dict[str, str]]]:
 
 
 def nodes_of_servers(config: RLConfig) -> dict[str, str]:
-    names, nodes = names_of_servers(config), config.inference_nodes or [""]
+    names = names_of_servers(config)
+    nodes = config.inference_nodes or [""]
     return {name: nodes[i * len(nodes) // len(names)] for i, name in enumerate(names)}
 
 
@@ -187,7 +187,8 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
                 f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
                 f"give one with --inference.api-key or {API_KEY_VARIABLE}"
             )
-        here, urls = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host, []
+        here = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
+        urls = []
         for i, (name, node) in enumerate(nodes_of_servers(config).items()):
             port = server.port + i if server.port else free_port()
             urls.append(f"http://{node or here}:{port}/v1")
@@ -217,7 +218,8 @@ def names_of_servers(config: RLConfig) -> list[str]:
 
 def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
     """Return the GPUs of each server, divided equally. Raises ValueError if they cannot be."""
-    ids, names = config.inference_gpu_ids, names_of_servers(config)
+    ids = config.inference_gpu_ids
+    names = names_of_servers(config)
     beside = len(names) // max(1, len(config.inference_nodes))  # servers per node
     if beside == 1 or not (config.inference_nodes or visible_gpus(ids, config)):
         return dict.fromkeys(names, ids)

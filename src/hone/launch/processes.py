@@ -79,7 +79,8 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handle_signal)
-    done, progress_line = step_of(sources[0]) if sources else 0, ProgressLine("rl")
+    done = step_of(sources[0]) if sources else 0
+    progress_line = ProgressLine("rl")
     events = EventList(progress_line, callbacks)
     try:
         for part in parts:
@@ -132,7 +133,9 @@ class Child:
     """A component's process, and its report."""
 
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
-        self.name, self.title, self.is_server = part.name, part.display_name, part.restarts
+        self.name = part.name
+        self.title = part.display_name
+        self.is_server = part.restarts
         self.is_trainer = part.role == "trainer"
         self.report = (logs / f".{part.name}.report.json").absolute()
         self.is_elsewhere = bool(part.node)
@@ -227,7 +230,8 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     sends requests. Raises ValueError with the cause if a component fails.
     """
     kills: deque[float] = deque(maxlen=MAX_KILLS)
-    trainers, is_signalled = [child for child in children if child.is_trainer], False
+    trainers = [child for child in children if child.is_trainer]
+    is_signalled = False
     while True:
         if preemption.is_asked() and not is_signalled:
             is_signalled = True

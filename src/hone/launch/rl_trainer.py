@@ -29,7 +29,8 @@ from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
 # Steps after which a reward that has risen by less is reported.
-FLAT_AFTER, FLAT = (20, 0.02)
+FLAT_AFTER = 20
+FLAT = 0.02
 UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which training counts as unstable
 
 
@@ -78,7 +79,9 @@ class RLTrainer:
     @classmethod
     def from_config(cls, config: VfRLConfig) -> "RLTrainer":
         trainer = cls.__new__(cls)
-        trainer.config, trainer.environment, trainer.callbacks = config, None, []
+        trainer.config = config
+        trainer.environment = None
+        trainer.callbacks = []
         trainer.is_python = False
         return trainer
 
@@ -154,7 +157,9 @@ class Console(Events):
     """Print a run as RLTrainer does, and call the callbacks."""
 
     def __init__(self, config: VfRLConfig, run: RLConfig, callbacks: list[Callback]) -> None:
-        self.config, self.run, self.callbacks = config, run, callbacks
+        self.config = config
+        self.run = run
+        self.callbacks = callbacks
         self.files = RunDirectory(run.output_dir, "rl", run.layout)
         self.first: list[float] = []
         self.has_remarked = False
@@ -193,7 +198,8 @@ class Console(Events):
         _print_line("Inference server is ready")
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
-        args, row = self.config.trainer.args, {**values, "step": step}
+        args = self.config.trainer.args
+        row = {**values, "step": step}
         if step % args.logging_steps == 0 or step == args.max_steps:
             _print_line(loss_line(row))
             _print_line(in_own_words(step_line(row, args.max_steps)))
@@ -243,15 +249,11 @@ class Console(Events):
             return
         self.has_remarked = True
         if before - now > FLAT:
-            cause, helps = (
-                "the steps may be too large",
-                "a lower learning_rate, a larger batch_size",
-            )
+            cause = "the steps may be too large"
+            helps = "a lower learning_rate, a larger batch_size"
         elif now < 0.05:
-            cause, helps = (
-                "the task may be too hard for this model",
-                "easier examples, a supervised warm-up before",
-            )
+            cause = "the task may be too hard for this model"
+            helps = "easier examples, a supervised warm-up before"
         else:
             cause = "the steps may be too small, or the rollouts too alike"
             helps = "a higher learning_rate, a higher temperature, more rollouts_per_example"

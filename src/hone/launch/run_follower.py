@@ -18,10 +18,14 @@ class Follower:
     def __init__(
         self, events: Events, run: RunDirectory, weight_steps: list[int], done: int
     ) -> None:
-        self.events, self.run, self.done = events, run, done
+        self.events = events
+        self.run = run
+        self.done = done
         self.weights = [step for step in weight_steps if step > done]
-        self.before, self.trainer = run.id_on_disk(), PulseOf(run.pulse_file("trainer"))
-        self.is_there, self.activity = False, ""
+        self.before = run.id_on_disk()
+        self.trainer = PulseOf(run.pulse_file("trainer"))
+        self.is_there = False
+        self.activity = ""
         self.read = 0  # bytes of the metrics
 
     def follow_once(self) -> bool:

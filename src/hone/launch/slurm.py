@@ -152,17 +152,16 @@ def parse_count(text: str) -> int:
 
 
 def submit_job(args: argparse.Namespace, overrides: list[str]) -> int:
-    gpus, nodes = gpus_of(args), nodes_of(args)
+    gpus = gpus_of(args)
+    nodes = nodes_of(args)
     directory = args.output_dir.absolute()
     if "\\" in str(directory):
         raise ValueError(
             f"--output-dir {directory}: Slurm writes no log below a directory with a backslash in its name"
         )
     config = resolve_config(args, overrides, directory)
-    file, script = (
-        directory / "configs" / f"{args.command}.toml",
-        directory / f"{args.command}.sh",
-    )
+    file = directory / "configs" / f"{args.command}.toml"
+    script = directory / f"{args.command}.sh"
     try:
         (directory / "configs").mkdir(parents=True, exist_ok=True)
         (directory / "slurm").mkdir(exist_ok=True)

@@ -73,7 +73,8 @@ class Adapter:
 def read_adapter(directory: Path) -> Adapter:
     """Read an adapter in peft's format. Raises ValueError for missing or unsupported parts."""
     config, tensors = read_files(directory)
-    path, file = directory / "adapter_config.json", directory / "adapter_model.safetensors"
+    path = directory / "adapter_config.json"
+    file = directory / "adapter_model.safetensors"
     for key, value in config.items():
         if (
             key not in IMMATERIAL
@@ -83,7 +84,8 @@ def read_adapter(directory: Path) -> Adapter:
             raise ValueError(
                 f"{path}: {key} = {value!r} is not supported: it changes what the adapter computes"
             )
-    rank, scale = config["r"], scale_of(config)
+    rank = config["r"]
+    scale = scale_of(config)
     parts: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight", key)
@@ -136,7 +138,10 @@ class Delta:
     """The loaded adapters' contribution to one fused weight."""
 
     def __init__(self, a_RI: Tensor, b_OR: Tensor, owner_R: Tensor, adapters: "Adapters") -> None:
-        self.a_RI, self.b_OR, self.owner_R, self.adapters = a_RI, b_OR, owner_R, adapters
+        self.a_RI = a_RI
+        self.b_OR = b_OR
+        self.owner_R = owner_R
+        self.adapters = adapters
 
     def __call__(self, x_TI: Tensor) -> Tensor | None:
         if not self.adapters.which:
@@ -234,7 +239,9 @@ class Adapters:
             module = modules.get(ours.removesuffix(".weight"))
             if not isinstance(module, Linear) or not ours.endswith(".weight"):
                 continue
-            rows_A, columns_B, owners = [], [], []
+            rows_A = []
+            columns_B = []
+            owners = []
             blocks = split_rows(self.model.spec, ours, module.weight)
             starts = [0]
             for block in blocks:

@@ -43,7 +43,8 @@ class Rotation:
     """
 
     def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
-        (self.cos_PE, self.sin_PE), self.positions_T = table, positions_T
+        (self.cos_PE, self.sin_PE) = table
+        self.positions_T = positions_T
 
     @cached_property
     def cos_T1E(self) -> Tensor:
@@ -81,7 +82,8 @@ class FlatAttention:
     """Attention of the queries of `sequences`. Rows of no sequence are 0."""
 
     def __init__(self, sequences: Sequences, device: torch.device | str) -> None:
-        self.sequences, self.device = sequences, torch.device(device)
+        self.sequences = sequences
+        self.device = torch.device(device)
         self.has_prefixes = bool(sequences.rows[:, 3].any())
 
     def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
@@ -140,9 +142,11 @@ class PackedAttention(FlatAttention):
         groups = [(n, *own) for n, own in zip_longest(lengths, completions, fillvalue=())]
         length = np.fromiter(chain.from_iterable(groups), np.int64)
         sizes = np.array([len(group) for group in groups])
-        ends, start = np.cumsum(sizes), np.cumsum(length) - length
+        ends = np.cumsum(sizes)
+        start = np.cumsum(length) - length
         first = ends - sizes
-        prefix, before = np.repeat(start[first], sizes), np.repeat(length[first], sizes)
+        prefix = np.repeat(start[first], sizes)
+        before = np.repeat(length[first], sizes)
         prefix[first] = before[first] = 0
         self.count = length.sum()
         rows = np.stack([start, length, prefix, before], axis=1)
@@ -154,7 +158,8 @@ class PackedAttention(FlatAttention):
         return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        turn, wants_kernel = heads.rotation, torch.is_grad_enabled() or self.has_prefixes
+        turn = heads.rotation
+        wants_kernel = torch.is_grad_enabled() or self.has_prefixes
         if (
             not wants_kernel
             or turn.positions_T is None
@@ -177,7 +182,8 @@ class ContinuedAttention(FlatAttention):
     def __init__(
         self, lengths: list[int], before: list[int], device: torch.device | str = "cpu"
     ) -> None:
-        own, earlier = np.array(lengths), np.array(before)
+        own = np.array(lengths)
+        earlier = np.array(before)
         ends = np.cumsum(own + earlier)
         rows = np.stack([ends - own, own, ends - own - earlier, earlier], axis=1)
         super().__init__(Sequences(rows, np.arange(len(rows) + 1)), device)
@@ -236,8 +242,10 @@ class _Bucket:
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
         start, length, prefix, before = rows.T[:, :, None]
-        in_C, in_P = np.arange(length.max()), np.arange(before.max())
-        own_BC, of_P = start + np.minimum(in_C, length - 1), prefix + np.minimum(in_P, before - 1)
+        in_C = np.arange(length.max())
+        in_P = np.arange(before.max())
+        own_BC = start + np.minimum(in_C, length - 1)
+        of_P = prefix + np.minimum(in_P, before - 1)
         is_own = in_C < length
         tensors = (
             own_BC,

@@ -23,9 +23,11 @@ from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
 from hone.text.model_text import TEMPLATE_FOLDER, read_json, write_template
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+EMBEDDING = "model.embed_tokens.weight"
 # Prefixes of files that are not weights.
 UNRELATED = re.compile(r"adapter_|optimizer|consolidated|original|training_")
 log = logging.getLogger("hone.model")
@@ -41,7 +43,8 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
     if not spec.tie_word_embeddings:
         table["head.weight"] = ["lm_head.weight"]
     for i in range(spec.num_hidden_layers):
-        ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+        ours = f"blocks.{i}"
+        theirs = f"model.layers.{i}"
         table |= {
             f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
             f"{ours}.attention.qkv.weight": [f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"],
@@ -77,7 +80,8 @@ def leads_out(file: Path, directory: Path) -> bool:
 
     The hub's cache keeps files of a model in `blobs` beside its `snapshots`.
     """
-    target, inside = file.resolve(), directory.resolve()
+    target = file.resolve()
+    inside = directory.resolve()
     blobs = inside.parents[1] / "blobs" if inside.parent.name == "snapshots" else inside
     return not (target.is_relative_to(inside) or target.is_relative_to(blobs))
 

@@ -88,7 +88,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
-        self.heads, self.head_dim = spec.num_attention_heads, spec.head_dim
+        self.heads = spec.num_attention_heads
+        self.head_dim = spec.head_dim
         self.eps = spec.rms_norm_eps
         self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
         self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
@@ -120,7 +121,9 @@ class Experts(nn.Module):
 
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
-        self.spec, D, F_ = spec, spec.hidden_size, spec.intermediate_size
+        self.spec = spec
+        D = spec.hidden_size
+        F_ = spec.intermediate_size
         self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
         self.chosen_TK: Tensor | None = None  # of the last forward
         self.differs_TK: Tensor | None = None  # given experts that the router would not have chosen

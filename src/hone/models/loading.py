@@ -48,7 +48,8 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
 
 def require_order(model: Transformer) -> None:
     """Raise ValueError for a model without exact numerics on this device."""
-    weight, spec = model.embed.weight, model.spec
+    weight = model.embed.weight
+    spec = model.spec
     if spec.routed_experts:
         raise ValueError(
             "model.numerics exact: mixtures of experts have no exact kernels; take fast"

@@ -46,7 +46,9 @@ class LoRA(nn.Module):
         self.config = config
         self.heights = dict(zip(names, heights, strict=True))
         self.targets = [name for name in names if name.rsplit(".", 1)[-1] in (config.targets or ())]
-        r, n, weight = config.rank, len(self.targets), linear.weight
+        r = config.rank
+        n = len(self.targets)
+        weight = linear.weight
         owner_O = torch.repeat_interleave(
             torch.tensor([_index_of(x, self.targets) for x in names]), torch.tensor(heights)
         )
@@ -119,11 +121,9 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
     for name, weight in into.items():
         module = name.removesuffix(".weight")
-        saved, a, b = (
-            take_tensor(name),
-            take_tensor(f"{module}.lora_A.weight"),
-            take_tensor(f"{module}.lora_B.weight"),
-        )
+        saved = take_tensor(name)
+        a = take_tensor(f"{module}.lora_A.weight")
+        b = take_tensor(f"{module}.lora_B.weight")
         if saved is not None:
             weight.copy_(saved)
         if a is not None and b is not None:
@@ -141,7 +141,8 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     """Freeze the model except `modules_to_save`, and add adapters with product 0. Raises
     ValueError.
     """
-    table, possible = hf_names(model.spec), model.spec.linear_shapes
+    table = hf_names(model.spec)
+    possible = model.spec.linear_shapes
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
         raise ValueError(
@@ -203,7 +204,8 @@ class Merged:
     """
 
     def __init__(self, trained: Transformer) -> None:
-        self.trained, self.model = trained, trained
+        self.trained = trained
+        self.model = trained
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora_modules(trained)):
             return
@@ -211,10 +213,8 @@ class Merged:
         self.model = Transformer(trained.spec)
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
-            weight, delta = (
-                trained.get_parameter(name),
-                getattr(trained.get_submodule(path), "delta", None),
-            )
+            weight = trained.get_parameter(name)
+            delta = getattr(trained.get_submodule(path), "delta", None)
             if isinstance(delta, LoRA) and leaf == "weight":
                 own = nn.Parameter(torch.empty_like(weight), requires_grad=False)
                 self._sums.append((own, weight, delta))

@@ -111,7 +111,8 @@ class CpuOps(Ops):
             x_TD, delta, *weights, *tables, attend.sequences, own.eps, own.heads
         )
         if keep_N is not None:
-            x_TD, mixed_TA = take_rows(x_TD, keep_N), take_rows(mixed_TA, keep_N)
+            x_TD = take_rows(x_TD, keep_N)
+            mixed_TA = take_rows(mixed_TA, keep_N)
         weights = (own.out.weight, between.weight, mlp.gate_up.weight, mlp.down.weight)
         return cpu_training.feed(x_TD, mixed_TA, *weights, between.eps)
 
@@ -205,7 +206,10 @@ def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
     return gpu.is_few(stream_TD, layer.weight)
 
 
-TORCH, CPU, GPU, EXACT = Ops(), CpuOps(), GpuOps(), ExactOps()
+TORCH = Ops()
+CPU = CpuOps()
+GPU = GpuOps()
+EXACT = ExactOps()
 
 
 def select_ops(x_TD: Tensor) -> Ops:

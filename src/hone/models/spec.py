@@ -72,7 +72,8 @@ class ModelSpec:
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return inputs and outputs of a block's linears that may have adapters, by HF name."""
-        D, F = self.hidden_size, self.intermediate_size
+        D = self.hidden_size
+        F = self.intermediate_size
         return self.attention_linears | {
             "gate_proj": (D, F),
             "up_proj": (D, F),
@@ -110,7 +111,8 @@ class ModelSpec:
 
     @property
     def attention_linears(self) -> dict[str, tuple[int, int]]:
-        D, (q, k, v) = self.hidden_size, self.qkv_splits
+        D = self.hidden_size
+        (q, k, v) = self.qkv_splits
         return {"q_proj": (D, q), "k_proj": (D, k), "v_proj": (D, v), "o_proj": (q, D)}
 
     @property

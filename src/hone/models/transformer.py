@@ -58,7 +58,8 @@ class Block(nn.Module):
         x_TD, qkv_TO = ops.norm_linear(self.attention_norm, self.attention.qkv, x_TD, delta)
         mixed_TD = self.attention.mix_heads(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
-            x_TD, mixed_TD = take_rows(x_TD, keep_N), take_rows(mixed_TD, keep_N)
+            x_TD = take_rows(x_TD, keep_N)
+            mixed_TD = take_rows(mixed_TD, keep_N)
         into_mlp = (self.mlp_norm, self.mlp.gate_up)
         x_TD, delta = ops.linear_onto(self.attention.out, x_TD, mixed_TD, into_mlp)
         after = None
@@ -106,7 +107,8 @@ class Transformer(nn.Module):
         keep_N: Tensor | None = None,
     ) -> Tensor:
         """Do `forward` for embedded tokens. Positions may be omitted if `attend` knows them."""
-        ops, delta = select_ops(x_TD), None
+        ops = select_ops(x_TD)
+        delta = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
         last = len(self.blocks) - 1
         self._give_routing(keep_N)
@@ -182,7 +184,8 @@ def build_rope_table(
     if spec.rope_scaling is not None:
         frequencies = scale_frequencies(frequencies, spec.rope_scaling)
     angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), frequencies)
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
 
 

@@ -81,7 +81,8 @@ class CanaryScorer:
     def __init__(self, model: Transformer) -> None:
         # Otherwise ranks gather its weights for each pass.
         is_whole = not hasattr(model, "reshard")
-        self.model, self._captured = model, Captured()
+        self.model = model
+        self._captured = Captured()
         self._is_captured = is_whole and model.stays_on_device
 
     @torch.no_grad()
@@ -96,12 +97,12 @@ class CanaryScorer:
         return found
 
     def _capture_graph(self) -> None:
-        model, device, count = self.model, self.model.embed.weight.device, CANARY_LENGTH - 1
+        model = self.model
+        device = self.model.embed.weight.device
+        count = CANARY_LENGTH - 1
         ids = self.ids = torch.zeros(CANARY_LENGTH, dtype=torch.int64, device=device)
-        packed, ones = (
-            PackedAttention([count], device),
-            torch.ones(count, dtype=FP32, device=device),
-        )
+        packed = PackedAttention([count], device)
+        ones = torch.ones(count, dtype=FP32, device=device)
         positions = packed.token_positions()
 
         # Without `self`, to avoid a reference cycle through the graph.

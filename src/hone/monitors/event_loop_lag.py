@@ -31,7 +31,8 @@ class Lag:
                 )
 
     def take_metrics(self) -> dict[str, float]:
-        seen, self._seen = np.array(self._seen or [0.0]), []
+        seen = np.array(self._seen or [0.0])
+        self._seen = []
         return {
             "perf/event_loop_lag/p99": float(np.percentile(seen, 99)),
             "perf/event_loop_lag/max": float(seen.max()),

@@ -170,26 +170,23 @@ def evaluation_line(version: int, values: dict[str, float]) -> str:
 def why_no_signal(step: int, values: dict[str, float]) -> str:
     """Return one sentence on why a step has nothing to learn from, and what usually helps."""
     if any(name.endswith("/reward_raised") for name in values):
-        why, cure = "reward functions raised", "to mend what the warnings name"
+        why = "reward functions raised"
+        cure = "to mend what the warnings name"
     elif values["batch/solve_all"] == 1:
-        why, cure = "every rollout was solved", "harder examples, or fewer of them"
+        why = "every rollout was solved"
+        cure = "harder examples, or fewer of them"
     elif values.get("tokens/dropped/too_easy") or values.get("tokens/dropped/too_hard"):
-        why, cure = (
-            "every group was at a threshold",
-            "other orchestrator.buffer thresholds, or other examples",
-        )
+        why = "every group was at a threshold"
+        cure = "other orchestrator.buffer thresholds, or other examples"
     elif values["is_truncated/mean"] > 0.5:
-        why, cure = "most completions were cut off", "a larger orchestrator.sampling.max_tokens"
+        why = "most completions were cut off"
+        cure = "a larger orchestrator.sampling.max_tokens"
     elif values["batch/solve_none"] == 1:
-        why, cure = (
-            "no rollout was rewarded",
-            "a longer supervised warm-up, easier examples, or partial rewards",
-        )
+        why = "no rollout was rewarded"
+        cure = "a longer supervised warm-up, easier examples, or partial rewards"
     else:
-        why, cure = (
-            "the rollouts of each group had the same reward",
-            "more rollouts an example, or a finer reward",
-        )
+        why = "the rollouts of each group had the same reward"
+        cure = "more rollouts an example, or a finer reward"
     failed = f" ({values['progress/failed']:.0f} failed)" if values["progress/failed"] else ""
     return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"
 
@@ -202,7 +199,9 @@ def whole_run_line(run: RunDirectory) -> str:
     look = f"look at it: hone dashboard {run.path}, hone doctor {run.path}, hone plot {run.path}"
     if not rewards:
         return look[0].upper() + look[1:]
-    first, last, best = min(rewards), max(rewards), max(rewards, key=rewards.__getitem__)
+    first = min(rewards)
+    last = max(rewards)
+    best = max(rewards, key=rewards.__getitem__)
     return (
         f"Reward: {rewards[first]:.4f} at step {first}, {rewards[last]:.4f} at step {last}, at best "
         f"{rewards[best]:.4f} (step {best}); {look}"

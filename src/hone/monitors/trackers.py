@@ -119,7 +119,9 @@ class Wandb(Tracker):
     ) -> None:
         import wandb
 
-        self.wandb, self.interval, self.samples = wandb, config.interval, config.samples
+        self.wandb = wandb
+        self.interval = config.interval
+        self.samples = config.samples
         file = directory / f"wandb_{name}.id"  # a resumed run continues the same run in W&B
         identity = file.read_text().strip() if goes_on and file.exists() else uuid.uuid4().hex[:12]
         file.write_text(identity + "\n")
@@ -165,12 +167,10 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        self.protos, self.event, self.interval, self.samples = (
-            summary_pb2,
-            event_pb2.Event,
-            config.interval,
-            config.samples,
-        )
+        self.protos = summary_pb2
+        self.event = event_pb2.Event
+        self.interval = config.interval
+        self.samples = config.samples
         self.writer = EventFileWriter(str(config.dir or directory / "tensorboard"), flush_secs=5)
         self._add_text(
             "config", 0, _fence_text(str(run_config.to_public_dict() | {"made_by": made_by()}))

@@ -38,7 +38,8 @@ def loss_line(row: dict[str, Any]) -> str:
 
 def step_line(row: dict[str, Any], max_steps: int) -> str:
     """Return the line of a step, with the reason if it had nothing to learn from."""
-    shown, is_idle = trainer_names(row), not row.get("batch/effective_batch_size", 1)
+    shown = trainer_names(row)
+    is_idle = not row.get("batch/effective_batch_size", 1)
     names = ("reward",) if is_idle else ("reward", "entropy", "importance_ratio")
     line = f"Step {row['step']}/{max_steps}: " + ", ".join(
         f"{key}={shown[key]:.4f}" for key in names if key in shown

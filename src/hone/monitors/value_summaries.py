@@ -6,7 +6,8 @@ from numpy.typing import ArrayLike
 
 def summarize_values(name: str, values: ArrayLike) -> dict[str, float]:
     array = np.sort(np.asarray(values, dtype=np.float64), axis=None)  # NaN sorts last
-    n, found = array.size, [0.0] * 5
+    n = array.size
+    found = [0.0] * 5
     if n:
         # numpy's median alone takes longer than all of this.
         middle = (array[(n - 1) // 2] + array[n // 2]) / 2

@@ -53,7 +53,8 @@ def judge_group(
     for rollout in rollouts:
         if rollout.is_truncated and not rollout.error:
             _handle_truncated(group, rollout, settings)
-    group.advantages, group.learnt = [0.0] * len(rollouts), [False] * len(rollouts)
+    group.advantages = [0.0] * len(rollouts)
+    group.learnt = [False] * len(rollouts)
     if not group.reward_list:
         group.unused = "failed"
         return
@@ -70,7 +71,8 @@ def judge_group(
             temperature = settings.sampling.temperature
             own = samples_of(rollout, group.advantages[i], temperature, group.task.env)
             for sample in own:
-                sample.group, sample.member = group.task.number, i
+                sample.group = group.task.number
+                sample.member = i
             group.samples += own
         elif not rollout.error:
             group.dropped[group.unused or "truncated"] += tokens_of(rollout)
@@ -90,7 +92,8 @@ def _compute_advantages(
     """Return one advantage per rollout. Raises ValueError if a user's function gives others."""
     rewards = np.array([0.0 if rollout.error else rollout.reward for rollout in rollouts])
     lengths = np.array([tokens_of(rollout) for rollout in rollouts], dtype=np.float64)
-    longest, share = settings.sampling.max_tokens, settings.overlong_share
+    longest = settings.sampling.max_tokens
+    share = settings.overlong_share
     rewards = penalize_overlong(rewards, lengths, longest, share)
     advantages = np.asarray(advantage(Scored(rewards, lengths, rollouts)), dtype=np.float64)
     if advantages.shape != rewards.shape or not np.isfinite(advantages).all():
@@ -136,7 +139,8 @@ def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str)
     """
     sequences: list[_Sequence] = []
     for turn in rollout.turns:
-        prompt, completion = turn.prompt_ids, turn.completion
+        prompt = turn.prompt_ids
+        completion = turn.completion
         if not sequences or prompt[: len(sequences[-1].ids)] != sequences[-1].ids:
             sequences.append(_Sequence())
         own = sequences[-1]

@@ -77,8 +77,12 @@ class Orchestrator:
 
         `count_tokens` counts a prompt's tokens; it is needed if the configuration limits them.
         """
-        self.config, self.environments, self.client, self.seed = config, environments, client, seed
-        self.max_async_level, self.teacher = max_async_level, teacher
+        self.config = config
+        self.environments = environments
+        self.client = client
+        self.seed = seed
+        self.max_async_level = max_async_level
+        self.teacher = teacher
         self.examples = self._select_examples(count_tokens)
         self.count = sum(map(len, self.examples.values()))
         self.settings = {env.known_as: config.group_config_of(env.known_as) for env in config.env}
@@ -100,7 +104,9 @@ class Orchestrator:
         }
         self.replay = Replay(config.buffer.replay)
         self.schedule = self._build_schedule(None)
-        self.step, self.last_step, self.version = 1, math.inf, -1
+        self.step = 1
+        self.last_step = math.inf
+        self.version = -1
         self.first_version = -1  # the first served version
         self.under_way: dict[int, _UnderWay] = {}
         self.ready: dict[int, Group] = {}
@@ -115,7 +121,8 @@ class Orchestrator:
         self, count_tokens: Callable[[Prompt], int] | None
     ) -> dict[str, list[Example]]:
         """Return each environment's training examples within max_prompt_tokens."""
-        most, found = self.config.max_prompt_tokens, dict[str, list[Example]]()
+        most = self.config.max_prompt_tokens
+        found = dict[str, list[Example]]()
         for name, environment in self.environments.items():
             found[name] = environment.get_dataset()
             if most is not None and count_tokens is not None:
@@ -164,10 +171,8 @@ class Orchestrator:
                 self.replay.put_back(step, group, uses)
 
     def _build_schedule(self, progress: dict[str, Any] | None) -> Schedule:
-        config, sizes = (
-            self.config,
-            {name: len(examples) for name, examples in self.examples.items()},
-        )
+        config = self.config
+        sizes = {name: len(examples) for name, examples in self.examples.items()}
         return Schedule(
             sizes, self.seed, config.prompts_per_step, config.mixing_ratios, config.buffer, progress
         )
@@ -186,11 +191,13 @@ class Orchestrator:
         Raises ValueError if all of them failed.
         """
         start = time.perf_counter() if since is None else since
-        self.step, self.last_step = step, last_step
+        self.step = step
+        self.last_step = last_step
         self._drop_stale()
         self._start_groups()
         taken = await self._take_ready(step)
-        replaced, self.without_signal = self.without_signal, []
+        replaced = self.without_signal
+        self.without_signal = []
         for group in [*taken, *replaced]:
             if group.reward_list:
                 self.schedule.record_score(group.task, float(np.mean(group.reward_list)))
@@ -321,7 +328,8 @@ class Orchestrator:
         self.stale += len(old)
 
     async def _run_group(self, task: Task) -> Group:
-        settings, failures = self.settings[task.env], Counter[str]()
+        settings = self.settings[task.env]
+        failures = Counter[str]()
         first = (self.seed << 40) + task.number * self.largest
         seeds = range(first, first + settings.rollouts_per_example)
         rollouts = await asyncio.gather(
@@ -338,7 +346,8 @@ class Orchestrator:
 
     async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
         """Run one rollout with retries; the last failure's cause is its `error`, and it is omitted."""
-        settings, example = self.settings[task.env], self.examples[task.env][task.example]
+        settings = self.settings[task.env]
+        example = self.examples[task.env][task.example]
         sampling = settings.sampling.to_sampling(seed)
         client: TokenClient = self.client
         if settings.sampler == "teacher" and self.teacher is not None:
@@ -357,7 +366,8 @@ class Orchestrator:
 
 def first_prompt(environment: Environment, example: Example) -> Prompt:
     """Return the first prompt of a rollout, as far as it is known beforehand."""
-    tools, arguments = environment.first_tools(example), dict(environment.template_arguments)
+    tools = environment.first_tools(example)
+    arguments = dict(environment.template_arguments)
     return Prompt(example.prompt, tools, template_arguments=arguments)
 
 

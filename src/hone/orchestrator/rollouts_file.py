@@ -89,7 +89,8 @@ def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> 
     for row, rollout in zip(rows, group.rollouts, strict=True):
         own = samples_of(rollout, row["advantage"], temperatures[row["env"]], row["env"])
         for sample in own:
-            sample.group, sample.member = number, row["member"]
+            sample.group = number
+            sample.member = row["member"]
         group.samples += own
     group.version = group.oldest_version(0)
     return group

@@ -75,7 +75,9 @@ class OrchestratorProgram:
         environments: dict[str, Environment],
         held_out: dict[str, Environment],
     ) -> None:
-        self.config, self.dir, self.held_out = config, run, held_out
+        self.config = config
+        self.dir = run
+        self.held_out = held_out
         self.log = log = logging.getLogger("hone.orchestrator")
         limit = {"max_total_tokens": config.seq_len}
         extra_body = limit | ({"return_routing": True} if config.return_routing else {})
@@ -100,7 +102,8 @@ class OrchestratorProgram:
 
     async def join_run(self) -> int | None:
         """Wait for servers and trainer; return the first step to sample, None if the run is over."""
-        config, run = self.config, self.dir
+        config = self.config
+        run = self.dir
         if self.teacher is not None:
             await self.teacher.check_servers()
         await wait_for_servers(config, self.clients, self.log)
@@ -129,7 +132,9 @@ class OrchestratorProgram:
 
     async def run(self, first: int) -> None:
         """Take the steps from `first` on, while weights and servers are watched."""
-        config, run, weights = self.config, self.dir, self.weights
+        config = self.config
+        run = self.dir
+        weights = self.weights
         with (
             Metrics(run.metrics, config) as metrics,
             Pulse(run.pulse_file("orchestrator")),
@@ -173,7 +178,8 @@ class OrchestratorProgram:
             self.events.on_evaluation(version, values, True)
 
     async def run_steps(self, first: int) -> None:
-        config, weights = self.config, self.weights
+        config = self.config
+        weights = self.weights
         if first == 1:
             async with weights.busy:
                 await self.evaluate_version(0)
@@ -243,7 +249,8 @@ class MetricsRows:
     """Rows of metrics.jsonl: the sampling metrics of a step joined with its training metrics."""
 
     def __init__(self, events: Events, run: RunDirectory) -> None:
-        self.events, self.run = events, run
+        self.events = events
+        self.run = run
         self.last = max((row["step"] for row in read_rows(run.metrics)), default=0)
 
     def write_trained(self, step: int, values: dict[str, float]) -> None:

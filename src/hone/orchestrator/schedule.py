@@ -50,11 +50,9 @@ class Schedule:
 
         `sizes`: examples per environment; `progress`: what `progress_state` returned, to resume.
         """
-        self.seed, self.groups_in_a_step, self.buffer = (
-            seed,
-            groups_in_a_step,
-            buffer or BufferConfig(),
-        )
+        self.seed = seed
+        self.groups_in_a_step = groups_in_a_step
+        self.buffer = buffer or BufferConfig()
         of_each = {env: [(env, i) for i in range(size)] for env, size in sizes.items()}
         if ratios:
             self.streams = [Stream(examples, ratios[env]) for env, examples in of_each.items()]
@@ -66,14 +64,14 @@ class Schedule:
         self.again: list[Task] = []  # a heap
         self.means: dict[str, dict[int, float]] = {env: {} for env in sizes}
         if progress:
-            self.next, self.again = (
-                progress["next"],
-                sorted(Task(*task) for task in progress["untrained"]),
-            )
+            self.next = progress["next"]
+            self.again = sorted(Task(*task) for task in progress["untrained"])
             for stream, (epoch, position, credit) in zip(
                 self.streams, progress["streams"], strict=True
             ):
-                stream.epoch, stream.position, stream.credit = epoch, position, credit
+                stream.epoch = epoch
+                stream.position = position
+                stream.credit = credit
             for env, means in progress.get("means", {}).items():
                 self.means[env] = {int(example): mean for example, mean in means.items()}
 
@@ -91,12 +89,14 @@ class Schedule:
     def record_score(self, task: Task, mean: float) -> None:
         """Record a group's mean reward, which rates the difficulty of its example."""
         if self.buffer.easy_threshold is not None or self.buffer.hard_threshold is not None:
-            means, share = self.means[task.env], self.buffer.newest_share
+            means = self.means[task.env]
+            share = self.buffer.newest_share
             means[task.example] = share * mean + (1 - share) * means.get(task.example, mean)
 
     def pool_of(self, env: str, example: int) -> str:
         """Return "easy", "normal" or "hard"."""
-        mean, buffer = self.means[env].get(example), self.buffer
+        mean = self.means[env].get(example)
+        buffer = self.buffer
         if mean is None:
             return "normal"
         if buffer.easy_threshold is not None and mean >= buffer.easy_threshold:
@@ -168,7 +168,9 @@ class Schedule:
 
     def _advance_stream(self, stream: Stream) -> tuple[str, int]:
         if stream.position == len(stream.examples):
-            stream.epoch, stream.position, stream.order = stream.epoch + 1, 0, []
+            stream.epoch = stream.epoch + 1
+            stream.position = 0
+            stream.order = []
         if not stream.order:
             label = f" {stream.examples[0][0]}" if stream is not self.streams[0] else ""
             stream.order = list(range(len(stream.examples)))

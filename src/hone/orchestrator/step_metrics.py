@@ -54,7 +54,8 @@ def _scored(groups: list[Group]) -> list[Rollout]:
 
 
 def _rollout_metrics(groups: StepGroups) -> dict[str, float]:
-    rollouts, failures = groups.scored_rollouts, Counter[str]()
+    rollouts = groups.scored_rollouts
+    failures = Counter[str]()
     for group in groups.sampled:
         failures += group.failures
     prompt = [len(r.turns[0].prompt_ids) for r in rollouts]
@@ -79,7 +80,8 @@ def _rollout_metrics(groups: StepGroups) -> dict[str, float]:
 
 
 def _batch_metrics(groups: StepGroups) -> dict[str, float]:
-    sampled, dropped = groups.sampled, Counter[str]()
+    sampled = groups.sampled
+    dropped = Counter[str]()
     for group in sampled:
         dropped += group.dropped
     used = [group for group in sampled if not group.unused] + groups.again

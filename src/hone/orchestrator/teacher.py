@@ -61,7 +61,8 @@ class Teacher:
 
 class Writer:
     def __init__(self, fleet: Fleet, version: int) -> None:
-        self.fleet, self.version = fleet, version
+        self.fleet = fleet
+        self.version = version
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         turn = await self.fleet.chat(prompt, sampling)

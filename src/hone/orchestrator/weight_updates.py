@@ -57,7 +57,9 @@ class Weights:
         clients: list[HttpClient],
         log: logging.Logger,
     ) -> None:
-        self.run, self.config, self.log = run, config, log
+        self.run = run
+        self.config = config
+        self.log = log
         # The real path, as it is sent to servers.
         self.published = Steps(run.broadcasts.resolve())
         self.fleet = Fleet(
@@ -68,7 +70,8 @@ class Weights:
             config.max_async_level > 0,
         )
         self.trainer = PulseOf(run.pulse_file("trainer"))
-        self.version, self.seen = -1, -1
+        self.version = -1
+        self.seen = -1
         self.current: Delivery | None = None
         self.busy = asyncio.Lock()  # held while a version is loaded or evaluated
         # Last version loaded, by server address.
@@ -160,7 +163,8 @@ class Weights:
                 if found is not None and found.run == self.run.id:
                     if newest is not None:
                         rows.write_trained(newest.version, newest.metrics)
-                    newest, self.seen = found, version
+                    newest = found
+                    self.seen = version
                     if self.is_evaluated(version):
                         break
         return newest
@@ -168,7 +172,8 @@ class Weights:
     async def _adopt_delivery(self, delivery: Delivery) -> dict[str, float]:
         """Load a version into every server. A lost one gets it when it is back."""
         start = time.perf_counter()
-        self.current, self.taken = delivery, {}
+        self.current = delivery
+        self.taken = {}
 
         async def is_current(server: Server) -> bool:
             try:
@@ -269,7 +274,9 @@ class Weights:
 
     async def _measure_canary(self, taken: Taken, delivery: Delivery) -> float:
         """Return the largest difference of a server's canary logprobs."""
-        client, state, version = taken.client, taken.state, delivery.version
+        client = taken.client
+        state = taken.state
+        version = delivery.version
         try:
             scored = (await client.call_control("score", {"ids": delivery.canary.ids}))["logprobs"]
         except RuntimeError as error:
@@ -312,7 +319,8 @@ def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
         return "which weights differ is not known there"
     if state["dtype"] != delivery.dtype:
         return f"weights are {state['dtype']} there and {delivery.dtype} here, so which of them differ is not known"
-    theirs, ours = state["fingerprints"], delivery.fingerprints
+    theirs = state["fingerprints"]
+    ours = delivery.fingerprints
     names = [name for name in ours if theirs.get(name) != ours[name]]
     if not names:
         return "the weights are the same"

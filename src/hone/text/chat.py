@@ -24,7 +24,8 @@ from hone.text.tool_calls import FORMATS, format_of
 
 MARK = "\ue000"  # a character that does not occur in text
 # Marks around the `generation` tag's contents while spans are computed.
-GENERATED, GENERATED_END = ("\ue001", "\ue002")
+GENERATED = "\ue001"
+GENERATED_END = "\ue002"
 GENERATION_TAG = re.compile(r"{%-?\s*generation\s*-?%}")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers knows them
 Span = tuple[int, int]  # first character, and the one after the last
@@ -77,12 +78,14 @@ class ChatTemplate:
                 self.templates[name] = environment.from_string(text)
             except TemplateSyntaxError as error:
                 raise ValueError(f"the chat template does not compile: {error}") from None
-        self.special_tokens, self.arguments = special_tokens, arguments or {}
+        self.special_tokens = special_tokens
+        self.arguments = arguments or {}
         taught = format_of(sources.get(TOOL_USE, sources[DEFAULT]))
         self.call_format = taught if call_format == "auto" else FORMATS[call_format]
         self._has_generation_tags = any(GENERATION_TAG.search(text) for text in sources.values())
         self._knows_developer = any("developer" in text for text in sources.values())
-        self._takes_json, self._needs_none = False, False
+        self._takes_json = False
+        self._needs_none = False
         self._takes_parts = self._needs_parts()
         self._takes_json = self._needs_json()
         if not self._takes_calls(1):  # some templates render calls only without content
@@ -124,10 +127,12 @@ class ChatTemplate:
         """Render normalized messages, and require that those from `start` on appear in the text."""
         text = self._render_raw(messages, args)
         for i in range(start, len(messages)):
-            message, role = messages[i], messages[i]["role"]
+            message = messages[i]
+            role = messages[i]["role"]
             before = messages[i - 1]["role"] if i else None
             after = messages[i + 1]["role"] if i + 1 < len(messages) else None
-            calls, content = message.get("tool_calls") or [], message["content"]
+            calls = message.get("tool_calls") or []
+            content = message["content"]
             has_content = isinstance(content, str) and bool(content.strip())
             place = (before, role, after, len(calls), has_content, bool(args.get("tools")))
             if place in self._shown:
@@ -318,7 +323,9 @@ class ChatTemplate:
         if not self._has_generation_tags:
             return []
         marked = self._render_raw(messages, {**args, "generation_marks": True})
-        spans, start, position = [], 0, 0
+        spans = []
+        start = 0
+        position = 0
         for character in marked:
             if character == GENERATED:
                 start = position
@@ -333,7 +340,8 @@ class ChatTemplate:
     ) -> tuple[str, Span]:
         """Return the rendering that ends with message i, and the span of what that message adds."""
         is_answer = messages[i]["role"] == "assistant"
-        before, asking = messages[:i], {**args, "add_generation_prompt": is_answer}
+        before = messages[:i]
+        asking = {**args, "add_generation_prompt": is_answer}
         prompt = self._render_raw(before, asking) if i or is_answer else ""
         answered = self._render_raw(messages[: i + 1], args)
         start = len(prompt)

@@ -24,7 +24,8 @@ class TokenTexts:
         state = json.loads(encoder.decoder.__getstate__()) if encoder.decoder is not None else {}
         parts = state.get("decoders", [state])
         kinds = {part.get("type") for part in parts}
-        self._is_byte_level, self._has_bytes = "ByteLevel" in kinds, "ByteFallback" in kinds
+        self._is_byte_level = "ByteLevel" in kinds
+        self._has_bytes = "ByteFallback" in kinds
         replaced = [
             part
             for part in parts

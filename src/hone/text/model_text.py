@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Encoder
 from hone.text.chat import DEFAULT
 
 SHIPPED = Path(__file__).with_name("templates")
-TEMPLATE_FILE, TEMPLATE_FOLDER = "chat_template.jinja", "additional_chat_templates"
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
@@ -91,7 +92,8 @@ def _tokens_to_add(encoder: Encoder, directory: Path, config: dict[str, Any]) ->
 
     Tokens named in the configuration (eos_token, …) are special, whatever their entry says.
     """
-    specials, extra = read_special_tokens(config), _extra_tokens(config)
+    specials = read_special_tokens(config)
+    extra = _extra_tokens(config)
     named = set(specials.values())
     if "added_tokens_decoder" in config:
         listed = config["added_tokens_decoder"].items()

@@ -16,7 +16,9 @@ class StopStrings:
         strings: Sequence[str],
         decode_first: Callable[[list[int]], str] | None = None,
     ) -> None:
-        self.decode, self.strings, self.decode_first = decode, strings, decode_first or decode
+        self.decode = decode
+        self.strings = strings
+        self.decode_first = decode_first or decode
         self.checked = 0
         # Each token contributes a character or part of one, so a string begins within this many
         # tokens.

@@ -68,15 +68,15 @@ class Following:
     def __init__(
         self, form: Form, tokenizer: Tokenizer, vocabulary: int, stops: Sequence[int]
     ) -> None:
-        self.form, self.vocabulary, self.stops = (
-            form,
-            vocabulary,
-            [i for i in stops if i < vocabulary],
-        )
-        self.tokenizer, self.before = tokenizer, list[int]()
+        self.form = form
+        self.vocabulary = vocabulary
+        self.stops = [i for i in stops if i < vocabulary]
+        self.tokenizer = tokenizer
+        self.before = list[int]()
         self.tokens = _get_vocabulary(tokenizer)
         self.matcher = _import_llguidance().LLMatcher(self.tokens, form.to_grammar(), log_level=0)
-        self.read, self.failure = 0, ""
+        self.read = 0
+        self.failure = ""
         self.may: NDArray[np.bool_] | None = None  # allowed tokens after those that were read
         if self.matcher.is_error():
             first = next(line for line in self.matcher.get_error().splitlines() if line.strip())
@@ -121,7 +121,8 @@ class FormEnds:
     """End test for `records.GenerateRequest.ends`: stop strings, and the end of a format."""
 
     def __init__(self, stops: StopStrings | None, follows: Following) -> None:
-        self.stops, self.follows = stops, follows
+        self.stops = stops
+        self.follows = follows
         self.strings = [] if stops is None else stops.strings
 
     def __call__(self, ids: list[int]) -> int | None:

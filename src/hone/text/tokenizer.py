@@ -66,8 +66,10 @@ class Tokenizer:
         config = read_config(directory)
         self.encoder = load_encoder(directory, config)
         specials = read_special_tokens(config)
-        self.directory, self.chat_template = directory, chat_template
-        self.template_arguments, self.call_format = template_arguments, call_format
+        self.directory = directory
+        self.chat_template = chat_template
+        self.template_arguments = template_arguments
+        self.call_format = call_format
         templates = {DEFAULT: chat_template} if chat_template else find_templates(directory, config)
         self.template = (
             ChatTemplate(templates, specials, template_arguments, call_format)
@@ -176,7 +178,8 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         """Return the text of tokens. Tool-call tags are kept even if they are special tokens."""
         if skip_special_tokens and self._dropped is not None:
-            ids, skip_special_tokens = [i for i in ids if i not in self._dropped], False
+            ids = [i for i in ids if i not in self._dropped]
+            skip_special_tokens = False
         return str(self.encoder.decode(ids, skip_special_tokens=skip_special_tokens))
 
     @cached_property
@@ -222,9 +225,11 @@ class Tokenizer:
         Ids of earlier turns (`prompt.before`) are kept, and the template's additions follow, unless
         it rewrites their text (some drop earlier thinking).
         """
-        template, messages = self.require_template(), prompt.messages
+        template = self.require_template()
+        messages = prompt.messages
         args = {"tools": prompt.tools, **(prompt.template_arguments or {}), **template_args}
-        before, covered = prompt.before, prompt.covered
+        before = prompt.before
+        covered = prompt.covered
         if (
             before
             and 0 < covered <= len(messages)
@@ -251,7 +256,8 @@ class Tokenizer:
         if is_ended:  # encoded with it, since tokenizers look at the preceding text
             return self.encode(text.lstrip())[1:]
         if self.token_texts.has_spaces:  # otherwise it would put a space before a separate text
-            start, whole = self.encode(BEFORE), self.encode(BEFORE + text)
+            start = self.encode(BEFORE)
+            whole = self.encode(BEFORE + text)
             if whole[: len(start)] == start:
                 return whole[len(start) :]
         return self.encode(text)
@@ -301,7 +307,8 @@ class Tokenizer:
             self.decode(prompt_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         )
         limits = [limit for limit in (most_calls, template.most_calls) if limit is not None]
-        most, number = min(limits, default=None), len(prompt.messages)
+        most = min(limits, default=None)
+        number = len(prompt.messages)
         calls = parse_tool_calls(text, template.call_format, number, prompt.tools, thinks, most)
         return Turn(prompt_ids, completion, *calls)
 

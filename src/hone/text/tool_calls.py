@@ -82,24 +82,25 @@ def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -
     Thoughts come first. Tags after the beginning of a call (`openings`) outside of a thought are
     ignored.
     """
-    begins, closes = (
-        _Places(text, [one for one, _ in THINKING]),
-        _Places(text, [one for _, one in THINKING]),
-    )
+    begins = _Places(text, [one for one, _ in THINKING])
+    closes = _Places(text, [one for _, one in THINKING])
     calls = _Places(text, openings)
-    at, is_open = 0, thinks
+    at = 0
+    is_open = thinks
     while True:
         closed, closed_end = closes.next_after(at)
         if is_open:
             if closed < 0:
                 return len(text)
-            at, is_open = closed_end, False
+            at = closed_end
+            is_open = False
             continue
         begun, begun_end = begins.next_after(at)
         first_call = calls.next_after(at)[0]
         limit = len(text) if first_call < 0 else first_call
         if 0 <= begun < limit:
-            at, is_open = begun_end, True
+            at = begun_end
+            is_open = True
         elif 0 <= closed < limit:  # closes a thought that the prompt opened
             at = closed_end
         else:
@@ -110,7 +111,8 @@ class _Places:
     """Positions of strings in a text, found in one pass if asked in order."""
 
     def __init__(self, text: str, strings: Sequence[str]) -> None:
-        self.text, self.found = text, {string: text.find(string) for string in strings}
+        self.text = text
+        self.found = {string: text.find(string) for string in strings}
 
     def next_after(self, at: int) -> tuple[int, int]:
         """Return the first position from `at` on, and the end of the string there; -1 if none."""
@@ -133,7 +135,9 @@ def opens_thought(prompt: str) -> bool:
 
 def cut_blocks(text: str, opening: str, closing: str) -> tuple[str, list[str]]:
     """Return a text without the blocks between two tags, and the blocks; linear time."""
-    rest, inside, at = [], [], 0
+    rest = []
+    inside = []
+    at = 0
     while (start := text.find(opening, at)) >= 0:
         end = text.find(closing, start + len(opening))
         if end < 0:
@@ -228,7 +232,8 @@ def _read_parameters(written: str, tools: Sequence[Tool]) -> Call | None:
     name, found, body = written.partition(">")
     if not found or "\n" in name or not name.strip():
         return None
-    types, arguments = argument_types(name.strip(), tools), dict[str, Any]()
+    types = argument_types(name.strip(), tools)
+    arguments = dict[str, Any]()
     for one in cut_blocks(body, "<parameter=", "</parameter>")[1]:
         key, found, value = one.partition(">")
         if found and "\n" not in key:

@@ -53,7 +53,9 @@ def handle_bad_step(
 
     Raises ValueError if the run is to end.
     """
-    count, on_bad_step, directory = sequences.count, policy.on_bad_step, policy.directory
+    count = sequences.count
+    on_bad_step = policy.on_bad_step
+    directory = policy.directory
     norms = []
     # Every rank has the whole batch; ranks that share a model process all of it.
     for i in range(count):

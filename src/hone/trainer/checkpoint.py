@@ -33,7 +33,8 @@ from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 from hone.transport.batches import read_progress, write_progress
 
-HEADER, TENSORS = "checkpoint.json", "trainer"
+HEADER = "checkpoint.json"
+TENSORS = "trainer"
 
 
 class Damaged(Exception):
@@ -46,7 +47,10 @@ class Checkpoints:
     def __init__(
         self, run: RunDirectory, optimizer: Optimizer, policy: CkptConfig | None, ranks: Ranks
     ) -> None:
-        self.run, self.optimizer, self.policy, self.ranks = run, optimizer, policy, ranks
+        self.run = run
+        self.optimizer = optimizer
+        self.policy = policy
+        self.ranks = ranks
         self._group: Any = None  # group for messages between the ranks' writers
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -128,7 +132,8 @@ class Checkpoints:
         # The data is on the CPU by then; without copy-ahead the writing thread leaves the device
         # alone.
         writer = FileSystemWriter(partial / TENSORS, per_thread_copy_ahead=0)
-        state, written = self.optimizer.state_tensors(), None
+        state = self.optimizer.state_tensors()
+        written = None
         # A copy would double the host memory, so training waits.
         if self.optimizer.is_away:
             save(state, storage_writer=writer, process_group=self._group)

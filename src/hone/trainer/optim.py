@@ -62,14 +62,17 @@ class Optimizer:
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
-        self.config, self.spec, self.ranks = config, model.spec, ranks or Ranks()
+        self.config = config
+        self.spec = model.spec
+        self.ranks = ranks or Ranks()
         self.is_sharded = is_sharded(model)
         trained: dict[str, Tensor] = {
             name: p for name, p in model.named_parameters() if p.requires_grad
         }
         self.names = list(trained)
         self.parameters: list[Tensor] = list(trained.values())
-        is_half, self.device = self.parameters[0].dtype in HALF, self.parameters[0].device
+        is_half = self.parameters[0].dtype in HALF
+        self.device = self.parameters[0].device
         self.by_muon = _find_muon_matrices(trained) if config.type == "muon" else []
         self.is_away = config.offload and self.device.type == "cuda"
         if self.is_away:
@@ -94,7 +97,8 @@ class Optimizer:
     def _allocate_moments(self) -> None:
         """Allocate both moments and the step counts; Muon has one moment, kept in full."""
         is_short = self.config.state_dtype == "bfloat16"
-        self.exp_avg, self.exp_avg_sq = list[Tensor](), list[Tensor]()
+        self.exp_avg = list[Tensor]()
+        self.exp_avg_sq = list[Tensor]()
         for i, master in enumerate(self.masters):
             is_muon = i in self.by_muon
             dtype = torch.bfloat16 if is_short and not is_muon else master.dtype
@@ -117,7 +121,8 @@ class Optimizer:
             raise ValueError(
                 f"optim.offload is for one trainer process; there are {self.ranks.count}"
             )
-        of_masters, of_moments = 4 * half, 2 * self.config.moment_bytes
+        of_masters = 4 * half
+        of_moments = 2 * self.config.moment_bytes
         wanted = sum(
             p.numel() * (of_masters + (4 if i in by_muon else of_moments))
             for i, p in enumerate(self.parameters)
@@ -160,7 +165,8 @@ class Optimizer:
 
         Nothing is updated if the norm is not finite or exceeds `skip_norm`.
         """
-        grads, self._sums = self._sums or self.local_gradients(), None
+        grads = self._sums or self.local_gradients()
+        self._sums = None
         if not self.is_own or self.ranks.count > 1:
             grads = _to_float32(grads)
         if not self.is_sharded:
@@ -204,7 +210,8 @@ class Optimizer:
         with brought(
             [*(self.masters[i] for i in which), *(self.exp_avg[i] for i in which)], self.device
         ) as there:
-            masters, momenta = there[: len(which)], there[len(which) :]
+            masters = there[: len(which)]
+            momenta = there[len(which) :]
             muon.step_muon(masters, moved, momenta, lr, self.config.weight_decay, splits)
             if self.is_own and self.masters is not self.parameters:
                 torch._foreach_copy_([self.parameters[i] for i in which], masters)

@@ -72,7 +72,8 @@ class Packed:
         self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs of the targets, and entropies of their distributions, N each."""
-        hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
+        hidden_ND = self.target_hidden(model)
+        weight_VD = model.head_weight_VD
         return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
 
     def compute_loss(
@@ -81,7 +82,8 @@ class Packed:
         """Return the sum of `loss(part, logprobs, entropies)` over slices of targets
         (`kernels/head.py`).
         """
-        hidden_ND, weight_VD = self.target_hidden(model), model.head_weight_VD
+        hidden_ND = self.target_hidden(model)
+        weight_VD = model.head_weight_VD
         return head_loss(
             hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient
         )
@@ -95,9 +97,11 @@ def pack_sequences(
     """
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
-    flat, ends = flatten_rows(ids, np.int64), np.cumsum(lengths)
+    flat = flatten_rows(ids, np.int64)
+    ends = np.cumsum(lengths)
     source = np.delete(np.arange(len(flat)), ends - 1)
-    tokens, following = flat[source], np.delete(flat, ends - lengths)
+    tokens = flat[source]
+    following = np.delete(flat, ends - lengths)
     keep = np.flatnonzero(np.delete(flatten_rows(masks, bool), ends - lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths - 1)[keep]
     tokens_T, keep_K, targets_N, sequence_N = _to_tensors(
@@ -131,7 +135,8 @@ def pack_shared(
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
     # Tokens that an earlier sequence has computed, and which one.
-    shared, leader = (np.zeros_like(lengths), np.arange(len(lengths)))
+    shared = np.zeros_like(lengths)
+    leader = np.arange(len(lengths))
     prompts: list[int] = []
     completions: list[list[int]] = []  # input tokens after the prompt
     for prompt, run in groupby(range(len(ids)), key=lambda i: prompt_of(ids[i], masks[i])):
@@ -151,12 +156,14 @@ def pack_shared(
     is_input = (at >= shared[sequence]) & (at < lengths[sequence] - 1)
     flat = flatten_rows(ids, np.int64)
     target = np.flatnonzero(flatten_rows(masks, bool) & (at > 0))
-    before, of = target - 1, sequence[target]
+    before = target - 1
+    of = sequence[target]
     row_of_input = np.cumsum(is_input) - 1
     rows = row_of_input[np.where(at[before] < shared[of], starts[leader[of]] + at[before], before)]
     is_kept = np.zeros(is_input.sum(), dtype=bool)
     is_kept[rows] = True
-    attention, source = PackedAttention(prompts, device, completions), np.flatnonzero(is_input)
+    attention = PackedAttention(prompts, device, completions)
+    source = np.flatnonzero(is_input)
     tokens_T, keep_K, row_N, targets_N, sequence_N = _to_tensors(
         device,
         flat[source],
@@ -184,7 +191,8 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
             at = bisect.bisect_left(room, (lengths[i], -1))
             if at == len(room):
                 groups.append([])
-                left, group = budget, len(groups) - 1
+                left = budget
+                group = len(groups) - 1
             else:
                 left, group = room.pop(at)
             groups[group].append(i)
@@ -204,14 +212,17 @@ def split_by_prompt(
 
     def split_by_budget(budget: int) -> list[list[int]]:
         parts: list[list[int]] = []
-        used, last = budget + 1, -1
+        used = budget + 1
+        last = -1
         for i in side_by_side:
             cost = lengths[i] - (len(prompts[i]) if group[i] == last else 0)
             if used + cost > budget:
                 parts.append([])
-                used, cost = 0, lengths[i]
+                used = 0
+                cost = lengths[i]
             parts[-1].append(i)
-            used, last = used + cost, group[i]
+            used = used + cost
+            last = group[i]
         return parts
 
     return _split_evenly(split_by_budget, budget)
@@ -224,7 +235,9 @@ def share_by_prompt(
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         groups[prompt].append(i)
-    best, least, pieces = list(range(len(lengths))), math.inf, 1
+    best = list(range(len(lengths)))
+    least = math.inf
+    pieces = 1
     while ranks.count > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
         parts = [
             group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))
@@ -235,7 +248,8 @@ def share_by_prompt(
         ]
         mine, most = ranks.balanced_shares(costs)
         if most < least:
-            best, least = sorted(i for k in mine for i in parts[k]), most
+            best = sorted(i for k in mine for i in parts[k])
+            least = most
         pieces *= 2
     return best
 
@@ -244,12 +258,15 @@ def _split_evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[
     """Split with the smallest budget that needs no more micro-batches, so that none is nearly
     empty.
     """
-    parts, least, most = split(budget), 1, budget
+    parts = split(budget)
+    least = 1
+    most = budget
     while least < most:
         middle = (least + most) // 2
         found = split(middle)
         if len(found) <= len(parts):
-            parts, most = found, middle
+            parts = found
+            most = middle
         else:
             least = middle + 1
     return parts

@@ -25,7 +25,8 @@ class Laps:
     """Seconds by name since the last lap; synchronizes at each, if it is on."""
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
-        self.device, self.is_on = device, is_on
+        self.device = device
+        self.is_on = is_on
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
@@ -38,7 +39,8 @@ class Laps:
             self._last = now
 
     def clear_laps(self) -> None:
-        self.seconds, self._last = {}, time.perf_counter()
+        self.seconds = {}
+        self._last = time.perf_counter()
 
 
 def keep_freed_memory() -> None:
@@ -86,10 +88,8 @@ def print_bench(
         return float(np.median([values[name] for values in steps]))
 
     parameters = list(model.parameters())
-    millions, dtype = (
-        sum(p.numel() for p in parameters) / 1e6,
-        str(parameters[0].dtype).removeprefix("torch."),
-    )
+    millions = sum(p.numel() for p in parameters) / 1e6
+    dtype = str(parameters[0].dtype).removeprefix("torch.")
     print(f"{name}: {millions:.1f}M parameters, {dtype} on {parameters[0].device}")
     table = Table(show_header=False)
     table.add_row("tokens a step", f"{median_of('progress/tokens'):,.0f}")

@@ -53,17 +53,21 @@ class RunSession:
         ranks: Ranks = ALONE,
         config_name: str | None = None,
     ) -> None:
-        self.config, self.component, self.ranks = config, component, ranks
+        self.config = config
+        self.component = component
+        self.ranks = ranks
         self.config_name = config_name or command
         self.run = RunDirectory(config.output_dir, command, config.layout)
         self.sources = resume_from(self.run, config.resume)
         self.max_steps: int | None = config.max_steps
-        self.done, self.metrics = 0, dict[str, float]()
+        self.done = 0
+        self.metrics = dict[str, float]()
         self.progress: dict[str, Any] | None = None
 
     @property
     def _claim(self) -> dict[str, Any]:
-        config, steps = self.config, self.max_steps
+        config = self.config
+        steps = self.max_steps
         return {
             "clean": config.may_start_anew,
             "resume": bool(self.sources),
@@ -80,8 +84,10 @@ class RunSession:
 
         Raises ValueError if the run cannot be resumed or may not use the directory.
         """
-        config, run = self.config, self.run
-        self.loaded, device = loaded, optimizer.parameters[0].device
+        config = self.config
+        run = self.run
+        self.loaded = loaded
+        device = optimizer.parameters[0].device
         self.done = restore_checkpoint(self.sources, optimizer, config, self.ranks)
         self.metrics = metrics_of(self.sources, self.done)
         self.progress = progress_of(self.sources, self.done)
@@ -119,7 +125,8 @@ class RunSession:
     ) -> None:
         """Write the weights and the checkpoint of a step, if they are due. Collective."""
         if self.writes_weights(step, is_last):
-            name, last = self.config.model.name, self.max_steps or step
+            name = self.config.model.name
+            last = self.max_steps or step
             save_weights(self.export, self.run, step, last, self.loaded, name, values)
         self.checkpoints.save_if_due(step, is_last, self.config.to_public_dict(), values, progress)
 
@@ -135,7 +142,8 @@ class RunSession:
 
 def describe_training(session: RunSession, data: str) -> str:
     """Return the log line of a run's start: model, device, data and steps."""
-    loaded, ranks = session.loaded, session.ranks
+    loaded = session.loaded
+    ranks = session.ranks
     weight = loaded.model.embed.weight
     parameters = sum(p.numel() for p in loaded.model.parameters()) / 1e6
     devices = cpu.words(weight.device.type) + (f" x {ranks.count}" if ranks.count > 1 else "")

@@ -89,7 +89,9 @@ class Export:
     """
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
-        self.model, self.ranks, self.dtype = model, ranks, dtype
+        self.model = model
+        self.ranks = ranks
+        self.dtype = dtype
         self.is_plain = not is_sharded(model) and not any(lora_modules(model))
         self._copy: Transformer | None = None
 
@@ -103,11 +105,13 @@ class Export:
         if self._copy is None and self.ranks.is_first:
             self._copy = Transformer(self.model.spec).to(self.dtype)
         self._reshard_model()
-        modules, copies = dict(self.model.named_modules()), {}
+        modules = dict(self.model.named_modules())
+        copies = {}
         if self._copy is not None:
             copies = dict(self._copy.named_parameters())
         for name in hf_names(self.model.spec):
-            value, delta = gather_whole(self.model.get_parameter(name)), None
+            value = gather_whole(self.model.get_parameter(name))
+            delta = None
             if name.endswith(".weight"):
                 delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
             if isinstance(delta, LoRA) and merged:
@@ -130,10 +134,8 @@ class Export:
         `write_more` adds files before the directory appears; a `chat_template` replaces the
         source's. Collective; the first rank writes, and only it calls `where`.
         """
-        model, adapter = (
-            None if adapter_alone else self(),
-            {} if self.lora_config is None else self.adapter_tensors(),
-        )
+        model = None if adapter_alone else self()
+        adapter = {} if self.lora_config is None else self.adapter_tensors()
         if not self.ranks.is_first:
             return
         with appearing_directory(where()) as partial:

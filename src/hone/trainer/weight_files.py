@@ -29,12 +29,12 @@ def save_weights(
 
     `base`: name of the trained model; `values`: metrics of the step.
     """
-    where, alone, more = partial(run.weights_for, step), False, None
+    where = partial(run.weights_for, step)
+    alone = False
+    more = None
     if run.layout == "trainer":
-        alone, more = (
-            export.lora_config is not None,
-            partial(write_state, run.metrics, step, max_steps, values),
-        )
+        alone = export.lora_config is not None
+        more = partial(write_state, run.metrics, step, max_steps, values)
     export.save_model(loaded.directory, where, base, alone, more, loaded.tokenizer.chat_template)
 
 

@@ -20,7 +20,8 @@ from safetensors.numpy import save_file
 from hone.records import Batch, Sample
 from hone.run_directory import Steps
 
-BATCH, PROGRESS = "batch.safetensors", "progress.json"
+BATCH = "batch.safetensors"
+PROGRESS = "progress.json"
 
 
 class Batches(ABC):
@@ -43,7 +44,8 @@ class FileBatches(Batches):
     """Flat arrays with offsets, in the directory of the step."""
 
     def __init__(self, rollouts: Path, run: str) -> None:
-        self.run, self._steps = run, Steps(rollouts)
+        self.run = run
+        self._steps = Steps(rollouts)
 
     def put(self, batch: Batch, place: Path) -> None:
         samples = batch.samples
@@ -128,7 +130,8 @@ def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
     """
     width = next(s.routing.shape[1] for s in samples if s.routing is not None)
     lengths = [len(s.ids) - 1 + spare for s in samples]
-    rows, start = np.full((sum(lengths), width), -1, dtype=np.int16), 0
+    rows = np.full((sum(lengths), width), -1, dtype=np.int16)
+    start = 0
     for sample, length in zip(samples, lengths, strict=True):
         if sample.routing is not None:
             rows[start : start + len(sample.routing)] = sample.routing

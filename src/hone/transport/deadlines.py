@@ -79,7 +79,8 @@ class PulseOf:
         if now - self._looked > BEAT_SECONDS / 2:
             self._looked, value = now, self._read_pulse()
             if value is not None and value != self._last:
-                self._last, self._changed = value, now
+                self._last = value
+                self._changed = now
         return self._changed is not None and now - self._changed < machine.silence_seconds()
 
     def is_silent(self) -> bool:
@@ -110,10 +111,12 @@ class Watch(Beside):
 
     def __init__(self, peers: dict[str, Path], log: logging.Logger) -> None:
         super().__init__()
-        self.peers, self.log = {who: PulseOf(path) for who, path in peers.items()}, log
+        self.peers = {who: PulseOf(path) for who, path in peers.items()}
+        self.log = log
 
     def _run_thread(self) -> None:
-        heard, missed = set[str](), set[str]()
+        heard = set[str]()
+        missed = set[str]()
         while not self._stop.wait(BEAT_SECONDS):
             for who, pulse in self.peers.items():
                 if pulse.is_beating():
@@ -136,7 +139,10 @@ class Wait:
     """One wait: `is_check_due` raises at the deadline, and logs twice a minute what is awaited."""
 
     def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
-        self.what, self.seconds, self.log, self.hint = what, seconds, log, hint
+        self.what = what
+        self.seconds = seconds
+        self.log = log
+        self.hint = hint
         self.start = self.reminded = self.second = time.monotonic()
 
     def is_check_due(self) -> bool:

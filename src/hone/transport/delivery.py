@@ -16,7 +16,8 @@ from hone.run_directory import steps_in
 
 # Message to a receiver: plain data; `type` selects the receiver.
 Message = dict[str, str]
-DELIVERY, STABLE = "delivery.json", "STABLE"
+DELIVERY = "delivery.json"
+STABLE = "STABLE"
 TEXT = "text"  # directory with tokenizer and template of all versions
 
 

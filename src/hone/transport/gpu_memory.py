@@ -180,7 +180,8 @@ def gpu_of(device: torch.device) -> str:
 
 def tensors_in(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
     """Return the tensors of a layout in this memory."""
-    found, begin = {}, layout[0][3] if layout else 0
+    found = {}
+    begin = layout[0][3] if layout else 0
     for name, dtype, shape, first in layout:
         kind = getattr(torch, dtype)
         size = torch.Size(shape).numel() * kind.itemsize

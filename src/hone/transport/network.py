@@ -50,7 +50,8 @@ from hone.transport.weight_transport import Arrived, Receiver, Sender, Tensors, 
 distributed: Any = torch.distributed
 log = logging.getLogger("hone.inference")
 # Seconds per transfer; until the peer connects.
-TIMEOUT, CONNECT = (timedelta(seconds=120), timedelta(seconds=10))
+TIMEOUT = timedelta(seconds=120)
+CONNECT = timedelta(seconds=10)
 # Seconds that the sender waits for a request before it waits again; torch warns each time.
 IDLE = timedelta(days=20)
 COPY_SECONDS = 20.0  # seconds in which a server of this machine has to copy the weights
@@ -96,7 +97,8 @@ class NetworkSender(Sender):
     """Context manager that serves requests; `send_version` replaces the snapshot they get."""
 
     def __init__(self, host: str, log: logging.Logger) -> None:
-        self.host, self.log = host, log
+        self.host = host
+        self.log = log
         self.secret = Secret(secrets.token_bytes(32))
         self._snapshot: Owned | None = None
         self._stamp = Stamp()  # the version of the snapshot
@@ -143,7 +145,8 @@ class NetworkSender(Sender):
     @property
     def delivery_message(self) -> Message:
         assert self._snapshot is not None
-        dtype, device = self._snapshot.layout[0][1], self._snapshot.memory.device
+        dtype = self._snapshot.layout[0][1]
+        device = self._snapshot.memory.device
         gpu = {"gpu": gpu_of(device), "machine": machine_of()} if device.type == "cuda" else {}
         return {
             "type": "nccl",
@@ -191,7 +194,8 @@ class NetworkSender(Sender):
                 return
             try:
                 asked = json.loads(self.secret.verify_message("asks", said))
-                name, version = str(asked["name"]), int(asked["version"])
+                name = str(asked["name"])
+                version = int(asked["version"])
             except (PermissionError, ValueError, KeyError, TypeError, RecursionError) as error:
                 self.log.warning("Passed over what asked for weights at %s: %s", self.source, error)
                 continue
@@ -250,7 +254,8 @@ class _Shown:
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
         if "refused" in words:
             raise RuntimeError(words["refused"])
-        self.stamp, self.memory = StampReader(words["stamp"]), map_memory(words, device)
+        self.stamp = StampReader(words["stamp"])
+        self.memory = map_memory(words, device)
         self.layout: Layout = [tuple(row) for row in words["layout"]]
         self._is_here = words["gpu"] == gpu_of(device)
 
@@ -319,10 +324,12 @@ class NetworkReceiver(Receiver):
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        source, dtype = message["source"], DTYPES[message["dtype"]]
+        source = message["source"]
+        dtype = DTYPES[message["dtype"]]
         device = next(iter(into.values())).device
         try:
-            trainer, key = self._trainer, bytes.fromhex(message.get("secret", ""))
+            trainer = self._trainer
+            key = bytes.fromhex(message.get("secret", ""))
             if trainer is None or (trainer.source, trainer.device, trainer.secret.key) != (
                 source,
                 device,
@@ -417,7 +424,8 @@ class _Arrivals:
 
     def __init__(self, into: Tensors, dtype: torch.dtype) -> None:
         """Set up for contents that arrive in `dtype`."""
-        self.into, self.dtype = into, dtype
+        self.into = into
+        self.dtype = dtype
         self.layout, self._size = layout_of(into, dtype)
 
     @cached_property
@@ -426,10 +434,8 @@ class _Arrivals:
     ) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
         """Return each portion's place in the snapshot, its buffer (of two), and its tensors."""
         parts = list(group_tensors(self.layout, self._size))
-        sizes, device = (
-            [end - first for _, first, end in parts],
-            next(iter(self.into.values())).device,
-        )
+        sizes = [end - first for _, first, end in parts]
+        device = next(iter(self.into.values())).device
         rooms = [
             torch.empty(max(sizes[k::2], default=0), dtype=torch.uint8, device=device)
             for k in (0, 1)
@@ -476,7 +482,8 @@ def start_transfer(
 
     Uses a group of one operation, for which NCCL makes no extra communicator.
     """
-    one, other = getattr(group, what), 1 - group.rank()
+    one = getattr(group, what)
+    other = 1 - group.rank()
     if group.supports_coalescing:
         group._start_coalescing()
         one([memory], other, 0)

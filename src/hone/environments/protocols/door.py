@@ -62,7 +62,8 @@ class Door:
     """A server on 127.0.0.1, started with its first visit."""
 
     def __init__(self) -> None:
-        self.secret, self.numbers = secrets.token_urlsafe(16), itertools.count()
+        self.secret = secrets.token_urlsafe(16)
+        self.numbers = itertools.count()
         self.visits: dict[int, Visit] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -82,7 +83,10 @@ class Door:
             del self.visits[number]
 
     async def close(self) -> None:
-        server, serving, self._server, self._serving = self._server, self._serving, None, None
+        server = self._server
+        serving = self._serving
+        self._server = None
+        self._serving = None
         if (
             server is not None
             and serving is not None

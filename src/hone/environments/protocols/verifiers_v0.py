@@ -208,7 +208,8 @@ def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:
         return None
     kept = _Rows()
     for i, row in enumerate(found):
-        prompt, number = row.get("prompt") or [], int(row.get("example_id", i))
+        prompt = row.get("prompt") or []
+        number = int(row.get("example_id", i))
         row = {**row, "example_id": number}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         info = row.get("info") or {}

@@ -16,7 +16,8 @@ import signal
 import sys
 import threading
 
-LOWEST, BELOW = (0, 1, 9), (0, 4)
+LOWEST = (0, 1, 9)
+BELOW = (0, 4)
 KEPT = 16384  # states kept for incomplete groups
 
 
@@ -97,7 +98,9 @@ def client_of(found, url):
 
 class VerifiersWorker:
     def __init__(self, environment, found, send):
-        self.environment, self.found, self.send = environment, found, send
+        self.environment = environment
+        self.found = found
+        self.send = send
         self.running = {}
         self.in_groups = has_groups(environment, found)
         self.kept, self.count = {}, 0  # states of rollouts whose group is incomplete
@@ -126,7 +129,8 @@ class VerifiersWorker:
             self.running.pop(number, None)
 
     async def rollout(self, message):
-        given, client = message["row"], client_of(self.found, message["url"])
+        given = message["row"]
+        client = client_of(self.found, message["url"])
         sampling = message["sampling"]
         kept = None
         if self.in_groups:
@@ -189,7 +193,8 @@ class VerifiersWorker:
 
 
 def main():
-    name, arguments = sys.argv[1], json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
+    name = sys.argv[1]
+    arguments = json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
     # Output of the environment goes to stderr, not between the messages.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -37,10 +37,14 @@ class Answer:
     completions each.
     """
 
-    kind, chunk_kind, prefix = "", "", ""
+    kind = ""
+    chunk_kind = ""
+    prefix = ""
 
     def __init__(self, request: Request, prompts: list[list[int]], tokenizer: Tokenizer) -> None:
-        self.request, self.prompts, self.tokenizer = request, prompts, tokenizer
+        self.request = request
+        self.prompts = prompts
+        self.tokenizer = tokenizer
         self.skip = request.skip_special_tokens is not False
         self.has_form = request.has_form
         self._written: dict[str, str] = {}  # JSON text by placeholder
@@ -99,7 +103,8 @@ class Answer:
 
     def completion_text(self, completion: Completion, index: int = 0) -> str:
         """Return the text of a completion up to a stop string."""
-        request, ids = self.request, completion.ids
+        request = self.request
+        ids = completion.ids
         # The format applies to what comes before.
         if ids and self.has_form and ids[-1] in self.tokenizer.stop_ids:
             ids = ids[:-1]
@@ -168,13 +173,16 @@ class Answer:
 
 
 class ChatAnswer(Answer):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def __init__(
         self, request: ChatRequest, prompt: Prompt, prompt_ids: list[int], tokenizer: Tokenizer
     ) -> None:
         super().__init__(request, [prompt_ids], tokenizer)
-        self.chat, self.prompt = request, prompt
+        self.chat = request
+        self.prompt = prompt
         self._begun: set[int] = set()  # completions with tokens so far
 
     def build_envelope(self) -> dict[str, Any]:
@@ -279,7 +287,9 @@ class ChatAnswer(Answer):
 class TextAnswer(Answer):
     """Answer of /v1/completions. `echoed` holds logprobs and likeliest tokens of echoed prompts."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self,
@@ -289,7 +299,8 @@ class TextAnswer(Answer):
         echoed: list[Completion] | None = None,
     ) -> None:
         super().__init__(request, prompts, tokenizer)
-        self.ask, self.echoed = request, echoed
+        self.ask = request
+        self.echoed = echoed
         self._counts: dict[int, Characters] = {}
 
     def context_tokens(self, index: int) -> list[int]:
@@ -354,9 +365,12 @@ class TextAnswer(Answer):
         """Return the logprobs of tokens after `count` characters; `follows`: tokens precede them."""
         if self.ask.logprobs is None:
             return None
-        texts, ids = self.tokenizer.token_texts, completion.ids
+        texts = self.tokenizer.token_texts
+        ids = completion.ids
         pieces = texts.token_bytes(ids, follows)
-        offsets, names, tops = [], [], list[dict[str, float] | None]()
+        offsets = []
+        names = []
+        tops = list[dict[str, float] | None]()
         for i, (token_id, piece, logprob) in enumerate(
             zip(ids, pieces, completion.logprobs, strict=True)
         ):
@@ -386,7 +400,8 @@ class TextAnswer(Answer):
         begins: bool,
     ) -> dict[str, float]:
         """Return the likeliest tokens and the actual one by name; equal texts by id."""
-        texts, found = self.tokenizer.token_texts, dict[str, float]()
+        texts = self.tokenizer.token_texts
+        found = dict[str, float]()
         for other, value in others:
             piece = texts.first_bytes_of(other) if begins else texts.bytes_of(other)
             other_name = self.token_name(other, piece, "bytes:")

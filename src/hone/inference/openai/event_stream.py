@@ -21,10 +21,8 @@ async def stream_answer(
     connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> Response:
     """Return a stream of events. Raises ValueError or HungUp before the first event."""
-    events, listening = (
-        _iterate_events(sampler, answer, requests),
-        Listening(connection).__enter__(),
-    )
+    events = _iterate_events(sampler, answer, requests)
+    listening = Listening(connection).__enter__()
     try:
         head = await anext(events)
     except BaseException as error:
@@ -37,11 +35,13 @@ async def stream_answer(
 async def _iterate_events(
     sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[str, None]:
-    options, count = answer.request.stream_options, len(requests)
+    options = answer.request.stream_options
+    count = len(requests)
     each_usage = options is not None and bool(options.continuous_usage_stats)
     spellings = [answer.start_spelling(i) for i in range(len(requests))]
     pieces: list[list[Completion]] = [[] for _ in requests]
-    written, left = 0, len(requests)
+    written = 0
+    left = len(requests)
 
     def encode_chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         usage = {"usage": answer.count_usage(written)} if each_usage else {}

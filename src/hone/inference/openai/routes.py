@@ -44,7 +44,8 @@ THREAD_CHARACTERS = 32768  # characters from which a request is tokenized in a t
 class Refusal(ValueError):
     def __init__(self, status: int, message: str, param: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param = status, param
+        self.status = status
+        self.param = param
 
 
 def build_refusal(
@@ -92,7 +93,8 @@ class OpenAIRoutes:
     """The handlers of the routes, for one served model."""
 
     def __init__(self, served: Served) -> None:
-        self.served, self.sampler = served, served.sampler
+        self.served = served
+        self.sampler = served.sampler
 
     def build_model_card(self, name: str) -> dict[str, Any]:
         card = {
@@ -143,7 +145,8 @@ class OpenAIRoutes:
         kind: type[ChatAnswer] = ChatAnswer,
     ) -> Response:
         self.check_model(body.model)
-        tokenizer, sampler = self.served.tokenizer, self.sampler
+        tokenizer = self.served.tokenizer
+        sampler = self.sampler
         try:
             if body.return_routing:
                 sampler.require_capability("routing")
@@ -154,7 +157,8 @@ class OpenAIRoutes:
                 prompt_ids = await run_beside_loop(
                     lambda: tokenizer.prompt_ids(prompt), size, self.served
                 )
-            room, wanted = sampler.max_context, body.max_completion_tokens or body.max_tokens
+            room = sampler.max_context
+            wanted = body.max_completion_tokens or body.max_tokens
             if body.max_total_tokens is not None:
                 room = min(room, body.max_total_tokens)
                 wanted = max(1, min(wanted or room, room - len(prompt_ids)))
@@ -175,7 +179,9 @@ class OpenAIRoutes:
     async def create_completion(self, connection: Request) -> Response:
         body = await read_body(connection, CompletionRequest)
         self.check_model(body.model)
-        tokenizer, sampler, texts = self.served.tokenizer, self.sampler, body.list_prompts()
+        tokenizer = self.served.tokenizer
+        sampler = self.sampler
+        texts = body.list_prompts()
 
         def encode_prompt(one: str | list[int]) -> list[int]:
             return tokenizer.encode(one, body.add_special_tokens) if isinstance(one, str) else one
@@ -236,7 +242,8 @@ class OpenAIRoutes:
 
     async def detokenize_tokens(self, body: DetokenizeRequest) -> Any:
         self.check_model(body.model)
-        tokenizer, room = self.served.tokenizer, self.sampler.max_context
+        tokenizer = self.served.tokenizer
+        room = self.sampler.max_context
         if len(body.tokens) > room:
             return build_refusal(
                 400, f"tokens: {len(body.tokens)} are more than the model's context of {room}"
@@ -332,20 +339,23 @@ def _build_requests_of_prompt(
             f"requested ({len(prompt_ids)} in the prompt, {wanted} in the completion)"
         )
     seed = body.seed if body.seed is not None else int.from_bytes(os.urandom(7), "little")
-    tokenizer, stop_ids = served.tokenizer, served.stop_ids | set(body.stop_token_ids or ())
+    tokenizer = served.tokenizer
+    stop_ids = served.stop_ids | set(body.stop_token_ids or ())
     vocab_size = served.sampler.vocab_size
     chat = body if isinstance(body, ChatRequest) else None
     so_far, name = (chat.so_far or [], chat.request_name) if chat else ([], None)
     form = _choose_form(body, served)
     follows = None if form is None else Following(form, tokenizer, vocab_size, sorted(stop_ids))
-    decode, first = partial(tokenizer.decode, skip_special_tokens=False), None
+    decode = partial(tokenizer.decode, skip_special_tokens=False)
+    first = None
     if chat is None:  # the text of a completion continues the prompt's
         first = partial(
             tokenizer.decode_after, prompt_ids[-CONTEXT_TOKENS:], skip_special_tokens=False
         )
 
     def build_request(i: int) -> GenerateRequest:
-        before, draws = so_far[i].ids if so_far else [], seed + i
+        before = so_far[i].ids if so_far else []
+        draws = seed + i
         if before:  # the draws of its first tokens are used up
             draws = other_seed(draws, len(before))
         most = max(1, (room if wanted is None else wanted) - len(before))
@@ -353,7 +363,8 @@ def _build_requests_of_prompt(
         ends: Any = StopStrings(decode, body.stop, first) if body.stop else None
         allows = None if follows is None else follows.start_another(before)
         if allows is not None:  # the form decides where the end is, not a number of tokens
-            sampling, ends = replace(sampling, min_tokens=0), FormEnds(ends, allows)
+            sampling = replace(sampling, min_tokens=0)
+            ends = FormEnds(ends, allows)
         return GenerateRequest(
             prompt_ids + before,
             sampling,

@@ -239,7 +239,8 @@ class Request(BaseModel):
         """Return the requested output format. Raises ValueError if there are several."""
         if not self.model_fields_set & FORMS:
             return None
-        said, found = self.structured_outputs or StructuredOutputs.model_validate({}), []
+        said = self.structured_outputs or StructuredOutputs.model_validate({})
+        found = []
         if self.response_format is not None and self.response_format.type != "text":
             asked = self.response_format.json_schema
             found.append(Form("json", {"type": "object"} if asked is None else asked.json_schema))

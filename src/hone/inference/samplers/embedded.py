@@ -24,9 +24,11 @@ class EmbeddedSampler(Sampler):
     can = ENGINE_CAN
 
     def __init__(self, service: EngineService) -> None:
-        self.service, self.streams = service, Streams(self.generate, self.find_partials)
+        self.service = service
+        self.streams = Streams(self.generate, self.find_partials)
         # Of the served model.
-        self.receivers, self.proof = (Receivers(), Proof(service.engine.model))
+        self.receivers = Receivers()
+        self.proof = Proof(service.engine.model)
         self._described: tuple[str, ModelSpec] | None = None  # the last parsed description
 
     @property
@@ -90,8 +92,10 @@ class EmbeddedSampler(Sampler):
         return await self.service.run_on_engine(lambda: self._load_update(place, version, message))
 
     def _load_update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        engine, spec = self.engine, self._read_spec(place)
-        model, weight = engine.model, engine.model.embed.weight
+        engine = self.engine
+        spec = self._read_spec(place)
+        model = engine.model
+        weight = engine.model.embed.weight
         if spec != model.spec:
             model = empty_model(spec, weight.dtype, weight.device)
         proof = self.proof if model is engine.model else Proof(model)
@@ -102,7 +106,8 @@ class EmbeddedSampler(Sampler):
             engine.set_version(version)
         else:
             engine.abort_all()
-            self.service.engine, self.proof = engine.with_model(model, version), proof
+            self.service.engine = engine.with_model(model, version)
+            self.proof = proof
             del engine
             gc.unfreeze()  # the old engine is in reference cycles, and gc.freeze has excluded it from collection
             gc.collect()

@@ -21,9 +21,11 @@ from hone.text.stop_strings import held_back
 from hone.text.tokenizer import Tokenizer
 
 # Least seconds between queries: for one stream, and per …
-LOOK, LOOK_EACH = (0.01, 0.0008)
+LOOK = 0.01
+LOOK_EACH = 0.0008
 # … this many times the cost of delivering, which competes with computing; and at most.
-SHARE, SELDOM = (20, 0.5)
+SHARE = 20
+SELDOM = 0.5
 
 
 @dataclass
@@ -43,7 +45,9 @@ class Streams:
         generate: Callable[[GenerateRequest], Coroutine[Any, Any, Completion]],
         look: Callable[[dict[str, int]], Coroutine[Any, Any, dict[str, Completion]]],
     ) -> None:
-        self.generate, self.look, self.names = generate, look, itertools.count()
+        self.generate = generate
+        self.look = look
+        self.names = itertools.count()
         self.open: dict[str, _Open] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -56,7 +60,8 @@ class Streams:
         """
         pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
         names = [f"stream {next(self.names)}" for _ in requests]
-        told, tasks = [0] * len(requests), []
+        told = [0] * len(requests)
+        tasks = []
         for i, (name, request) in enumerate(zip(names, requests, strict=True)):
             self.open[name] = _Open(pieces, i)
             task = asyncio.create_task(self.generate(replace(request, name=name)))
@@ -115,12 +120,15 @@ class Spelling:
         hold: Sequence[str],
         before: Sequence[int] = (),
     ) -> None:
-        self.tokenizer, self.skip = tokenizer, skip_special
-        self.stops, self.hold = stops, [*stops, *hold]
+        self.tokenizer = tokenizer
+        self.skip = skip_special
+        self.stops = stops
+        self.hold = [*stops, *hold]
         self.ids: list[int] = [*before]
         self.text, self.sent = "", 0  # text so far, and how many of its characters were returned
         # Tokens before `_read` are in the text; decoding begins at `_start`.
-        self._start, self._read = (0, len(before))
+        self._start = 0
+        self._read = len(before)
 
     def decode_more(self, ids: list[int]) -> str:
         """Return the text that is final after these tokens."""
@@ -133,7 +141,8 @@ class Spelling:
         now = self._decode_range(self._start, len(self.ids))
         if not now.endswith("\ufffd"):  # the bytes of an incomplete character
             self.text += now[len(before) :]
-            self._start, self._read = self._read, len(self.ids)
+            self._start = self._read
+            self._read = len(self.ids)
         return self._release_text(
             self.text, self.sent + held_back(self.text[self.sent :], self.hold)
         )
@@ -150,7 +159,8 @@ class Spelling:
         return self.tokenizer.decode(self.ids[start:end], skip_special_tokens=self.skip)
 
     def _release_text(self, text: str, end: int) -> str:
-        start, self.sent = self.sent, max(self.sent, end)
+        start = self.sent
+        self.sent = max(self.sent, end)
         return text[start:end]
 
 

@@ -55,7 +55,8 @@ class VllmSampler(Sampler):
         self._open.set()
         self._updates = self.completions = self.tokens_read = self.tokens_written = self.running = 0
         self._aborts = 0  # pauses that aborted all waiting requests
-        self.version, self._paused = 0, False
+        self.version = 0
+        self._paused = False
         self._changing = asyncio.Lock()
 
     async def open(self) -> None:
@@ -146,7 +147,8 @@ class VllmSampler(Sampler):
                 if not await self._is_open():
                     yield _build_end(request, "abort")
                     break
-                updates, reason = self._updates, ""
+                updates = self._updates
+                reason = ""
                 async with aclosing(self._request_completion(request, written, streamed)) as asked:
                     async for piece in asked:
                         reason = piece.finish_reason
@@ -157,7 +159,8 @@ class VllmSampler(Sampler):
                             and not streamed
                             and (reason != "abort" or is_anew)
                         ):
-                            reason, written = "abort", []
+                            reason = "abort"
+                            written = []
                             break
                         written = written + piece.ids
                         if reason == "abort" and updates != self._updates and not is_anew:
@@ -189,7 +192,8 @@ class VllmSampler(Sampler):
         self, request: GenerateRequest, written: list[int], streamed: bool
     ) -> AsyncGenerator[Completion, None]:
         """Request from vLLM what follows the written tokens."""
-        body, version = self._build_body(request, written) | {"stream": streamed}, self.version
+        body = self._build_body(request, written) | {"stream": streamed}
+        version = self.version
         if not streamed:
             choice = (await self._call_json("POST", "/v1/completions", body))["choices"][0]
             yield _parse_choice(choice, version, request.sampling.top_logprobs)
@@ -222,7 +226,8 @@ class VllmSampler(Sampler):
             self.require_capability("raw_logprobs")
 
     def _build_body(self, request: GenerateRequest, written: list[int]) -> dict[str, Any]:
-        how, form = request.sampling, request.allows
+        how = request.sampling
+        form = request.allows
         room = self._context - len(request.prompt_ids)
         strings = request.ends.strings if isinstance(request.ends, (StopStrings, FormEnds)) else []
         return {
@@ -374,7 +379,8 @@ class _Sent:
     """
 
     def __init__(self, sampler: VllmSampler, answering: Any) -> None:
-        self.sampler, self.answering = sampler, answering
+        self.sampler = sampler
+        self.answering = answering
 
     async def __aenter__(self) -> httpx.Response:
         try:

@@ -28,11 +28,9 @@ from hone.transport.gpu_memory import Owned
 from hone.transport.transports import Receivers
 from hone.transport.weight_transport import Tensors
 
-EMBEDDING, HEAD, INDEX = (
-    "model.embed_tokens.weight",
-    "lm_head.weight",
-    "model.safetensors.index.json",
-)
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+INDEX = "model.safetensors.index.json"
 # Keys of a config.json.
 NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
 
@@ -49,7 +47,9 @@ class VllmFiles:
     def __init__(
         self, model: Path, home: Path, dtype: str, is_on_cpu: bool, shares: bool = False
     ) -> None:
-        self.model, self.home, self.dtype = model, home, getattr(torch, dtype)
+        self.model = model
+        self.home = home
+        self.dtype = getattr(torch, dtype)
         self.config = read_model_config(model)
         self.spec = (
             parse_model_config(self.config, str(model / "config.json"))

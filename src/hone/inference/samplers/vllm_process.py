@@ -31,7 +31,8 @@ from hone.inference.samplers.vllm_files import VllmFiles
 
 HOME = "hone-vllm-"  # prefix of the directory's name; the process id follows
 # Versions; earlier ones have no weight control over HTTP.
-OLDEST, NEWEST_TRIED = ((0, 24), (0, 32))
+OLDEST = (0, 24)
+NEWEST_TRIED = (0, 32)
 NAME = "policy"  # the model's name between us and vLLM
 KEPT_LINES = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
 FOLLOWS = "Engine core initialization failed"  # a consequence of the failure, not its cause
@@ -112,7 +113,8 @@ class VllmProcess:
             (modules / "hone").symlink_to(Path(hone.__file__).parent)
             found = [str(modules), *filter(None, [os.environ.get("PYTHONPATH")])]
             self.environment |= {"PYTHONPATH": os.pathsep.join(found)}
-        self.is_headless, self.is_loud = config.headless, config.log_level == "debug"
+        self.is_headless = config.headless
+        self.is_loud = config.log_level == "debug"
         self.said = deque[str](maxlen=KEPT_LINES)
 
     def __enter__(self) -> "VllmProcess":

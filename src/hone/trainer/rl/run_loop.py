@@ -81,7 +81,8 @@ async def run_rl_steps(
     Raises:
         Preempted: the run was asked to stop; it has a checkpoint.
     """
-    max_steps, values = session.config.max_steps, session.metrics
+    max_steps = session.config.max_steps
+    values = session.metrics
     preemption.steps_begin()
     await compute(partial(sink.publish, session.done, values))
     if session.done == 0 and (found := await evaluate(0)):
@@ -107,7 +108,8 @@ async def run_rl_steps(
         is_last = step == max_steps or not goes_on
         if is_last:
             await source.stop()
-        start, progress = time.perf_counter(), source.read_progress(step)
+        start = time.perf_counter()
+        progress = source.read_progress(step)
         await compute(partial(session.save_step, step, is_last, values, progress))
         saving = {"time/save": time.perf_counter() - start}
         await compute(partial(sink.publish, step, values | saving))

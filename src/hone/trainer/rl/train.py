@@ -78,15 +78,19 @@ class FileSource:
     """A batch source: batches that an orchestrator in another process writes to the run's directory."""
 
     def __init__(self, session: RunSession, device: torch.device, log: logging.Logger) -> None:
-        self.session, self.device, self.log = session, device, log
-        self.run, self.ranks = session.run, session.ranks
+        self.session = session
+        self.device = device
+        self.log = log
+        self.run = session.run
+        self.ranks = session.ranks
         self.batches = FileBatches(self.run.rollouts, self.run.id)
         self.waited = 0.0  # seconds
         if self.ranks.is_first:
             restore_progress(session.progress, self.run.rollouts / f"step_{session.done}")
 
     async def take_batch(self, step: int) -> Batch | None:
-        start, path = time.perf_counter(), self.run.path
+        start = time.perf_counter()
+        path = self.run.path
         hint = f"is there an orchestrator over {path}? (orchestrator @ FILE --output-dir {path})"
         what = f"the rollouts of step {step} in {self.run.rollouts}"
         wait = Wait(what, self.session.config.batch_timeout, self.log, hint)
@@ -128,10 +132,12 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
         )
     trainer = PolicyTrainer(model, config, WARM_UP + size.steps, ranks=ranks)
     trainer.laps = Laps(trainer.device, is_on=True)
-    draw, measured = np.random.default_rng(config.seed), []
+    draw = np.random.default_rng(config.seed)
+    measured = []
     for step in range(1, WARM_UP + size.steps + 1):
         shape = (size.sequences, size.tokens)
-        ids, mask = draw.integers(0, model.spec.vocab_size, shape), np.arange(size.tokens) > 0
+        ids = draw.integers(0, model.spec.vocab_size, shape)
+        mask = np.arange(size.tokens) > 0
         logprobs = np.full(size.tokens, -math.log(model.spec.vocab_size))
         samples = [
             Sample(x, mask, logprobs, a, 1.0)
@@ -168,19 +174,18 @@ class Publisher:
     """
 
     def __init__(self, session: RunSession, log: logging.Logger) -> None:
-        self.loaded, self.export, self.run, self.log = (
-            session.loaded,
-            session.export,
-            session.run,
-            log,
-        )
-        loaded, export, run, config = self.loaded, self.export, self.run, session.config
+        self.loaded = session.loaded
+        self.export = session.export
+        self.run = session.run
+        self.log = log
+        loaded = self.loaded
+        export = self.export
+        run = self.run
+        config = session.config
         self.keep = config.max_async_level + 2
         self.is_first_time = True
-        self.canary_ids, self.score = (
-            canary_ids(loaded.model.spec.vocab_size),
-            CanaryScorer(loaded.model),
-        )
+        self.canary_ids = canary_ids(loaded.model.spec.vocab_size)
+        self.score = CanaryScorer(loaded.model)
         self.proof: Proof | None = None  # of the exported model, which stays the same object
         self.orchestrator = PulseOf(run.pulse_file("orchestrator"))
         write_adapter = (
@@ -214,13 +219,16 @@ class Publisher:
             raise ValueError(
                 f"step {version}: training has diverged, the model's logprobs are not finite; a lower lr?"
             )
-        start, broadcasts = time.perf_counter(), self.run.broadcasts
+        start = time.perf_counter()
+        broadcasts = self.run.broadcasts
         wants_adapter = self.sender.takes == "adapter"
-        is_first_time, self.is_first_time = self.is_first_time, False
+        is_first_time = self.is_first_time
+        self.is_first_time = False
         base = self.export(merged=False) if wants_adapter and is_first_time else None
         if base is not None:
             self.sender.send_base(dict(hf_tensors(base)), broadcasts)
-        model, adapter = self.export(), self.export.adapter_tensors() if wants_adapter else {}
+        model = self.export()
+        adapter = self.export.adapter_tensors() if wants_adapter else {}
         if model is None:
             return
         if self.proof is None:

@@ -61,13 +61,12 @@ class PolicyTrainer:
         ranks: Ranks = ALONE,
         seed: int = 0,
     ) -> None:
-        self.model, self.config, self.max_steps, self.bad_steps = (
-            model,
-            config,
-            max_steps,
-            bad_steps,
-        )
-        self.ranks, self.seed = ranks, seed
+        self.model = model
+        self.config = config
+        self.max_steps = max_steps
+        self.bad_steps = bad_steps
+        self.ranks = ranks
+        self.seed = seed
         self.device = model.embed.weight.device
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
         self.shares_prompts = self.device.type == "cpu" or trains_model(
@@ -121,7 +120,8 @@ class PolicyTrainer:
             return
         count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
         for members in (GROUP, 1):  # a group's prompt is computed once
-            mask, logprobs = np.arange(2 * REHEARSED) >= REHEARSED, np.zeros(2 * REHEARSED)
+            mask = np.arange(2 * REHEARSED) >= REHEARSED
+            logprobs = np.zeros(2 * REHEARSED)
             ids = [np.full(len(mask), i // members % 256) for i in range(count)]
             samples = [
                 Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids
@@ -144,18 +144,21 @@ class PolicyTrainer:
         without samples (no group had a signal) leaves the weights unchanged. `meanwhile` is called
         when all forward and backward passes have been launched.
         """
-        start, samples = time.perf_counter(), batch.samples
+        start = time.perf_counter()
+        samples = batch.samples
         seed_dropout(self.model, self.seed, batch.step, self.ranks.rank)
         lr = learning_rate(self.config.optim, self.config.scheduler, batch.step, self.max_steps)
         by_loss = self._group_by_loss(samples)
         weights = _weigh_samples(samples, by_loss)
         parts = self._split_parts(samples, by_loss)
         values = self._start_values(samples)
-        loss, flops = torch.zeros((), device=self.device), 0.0
+        loss = torch.zeros((), device=self.device)
+        flops = 0.0
         for kind, members in parts:
             own = [samples[i] for i in members]
             share, work = self._backward_part(kind, own, [weights[i] for i in members], values)
-            loss, flops = loss + share, flops + work
+            loss = loss + share
+            flops = flops + work
             if len(parts) > 1:
                 self.optimizer.accumulate_gradients()
         # The copy to the host overlaps with the optimizer's work.
@@ -273,7 +276,8 @@ class PolicyTrainer:
 
     def _split_samples(self, samples: list[Sample]) -> list[list[int]]:
         """Return the sample indices of each of this rank's micro-batches."""
-        lengths, budget = [len(sample.ids) for sample in samples], self.micro_batch_tokens
+        lengths = [len(sample.ids) for sample in samples]
+        budget = self.micro_batch_tokens
         if not self.shares_prompts:
             mine = self.ranks.own_share(range(len(samples)), lengths)
             return [
@@ -296,7 +300,8 @@ class PolicyTrainer:
         if not samples:
             return self._backward_part(loss, [_nothing()], [0.0], defaultdict(list))
         inputs = self._pack_part(samples, weights)
-        packed, temperature_N = inputs.packed, inputs.temperature_N
+        packed = inputs.packed
+        temperature_N = inputs.temperature_N
         self.laps("data")
         if "reference" in loss.needs:
             is_adapter = self.reference is None
@@ -344,7 +349,8 @@ class PolicyTrainer:
         """Return how many replayed experts the routers would not have chosen, and how many there
         are.
         """
-        self.model.routing_TR, found = None, torch.zeros(2, dtype=torch.float64, device=self.device)
+        self.model.routing_TR = None
+        found = torch.zeros(2, dtype=torch.float64, device=self.device)
         for mixture in self.model.expert_layers:
             assert mixture.differs_TK is not None and mixture.given_TK is not None
             found += torch.stack([mixture.differs_TK.sum(), (mixture.given_TK >= 0).sum()])
@@ -382,7 +388,8 @@ def _loss_of_slice(
 ) -> torch.Tensor:
     """Return the loss of some targets from their logprobs and entropies; collect their values."""
     logprobs, entropy = computed
-    sampled_N, reference_N = inputs.sampled_N[part], inputs.reference_N
+    sampled_N = inputs.sampled_N[part]
+    reference_N = inputs.reference_N
     found = policy_loss(
         logprobs,
         sampled_N,
@@ -412,7 +419,8 @@ def _weigh_samples(samples: list[Sample], by_loss: list[tuple[Loss, list[int]]])
     Each loss weighs by its share of the samples; within it tokens weigh as its configuration says.
     """
     lengths = [sample.target_count for sample in samples]
-    weights, count = [0.0] * len(samples), max(1, sum(map(bool, lengths)))
+    weights = [0.0] * len(samples)
+    count = max(1, sum(map(bool, lengths)))
     for kind, members in by_loss:
         own = token_weights([lengths[i] for i in members], kind.config)
         share = sum(map(bool, own)) / count if len(by_loss) > 1 else 1.0

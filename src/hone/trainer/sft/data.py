@@ -31,8 +31,12 @@ class FakeConversations:
     """Random tokens for benchmarks: `count` conversations of seq_len / 4 to seq_len tokens."""
 
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
-        self.count, self.seq_len, self.vocab_size, self.seed = count, seq_len, vocab_size, seed
-        self.read, self.dropped_count = count, 0
+        self.count = count
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.read = count
+        self.dropped_count = 0
         self.sizes = [count]
 
     def __getitem__(self, i: int) -> list[Conversation]:
@@ -81,12 +85,10 @@ class Renderer:
     def __init__(
         self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False
     ) -> None:
-        self.tokenizer, self.seq_len, self.roles, self.last_only = (
-            tokenizer,
-            seq_len,
-            roles,
-            last_only,
-        )
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.roles = roles
+        self.last_only = last_only
 
     def __call__(self, row: dict[str, Any]) -> Rendered:
         try:
@@ -172,8 +174,10 @@ class StreamedConversations:
         roles: Collection[str] = ("assistant",),
         last_only: bool = False,
     ) -> None:
-        self.sources, self.render = sources, Renderer(tokenizer, seq_len, roles, last_only)
-        self.read, self.left = 0, LeftOut()
+        self.sources = sources
+        self.render = Renderer(tokenizer, seq_len, roles, last_only)
+        self.read = 0
+        self.left = LeftOut()
 
     def limit_length(self, seq_len: int) -> None:
         """Leave out longer conversations from now on."""
@@ -190,7 +194,8 @@ class StreamedConversations:
         Raises ValueError if a thousand consecutive rows are unusable, and if more than
         `data.max_left_out` of all are left out.
         """
-        draw, useless = random.Random(seed), 0
+        draw = random.Random(seed)
+        useless = 0
         weights = config.weights or [1.0] * len(self.sources)
         streams = [_again_and_again(source) for source in self.sources]
         pool: list[dict[str, Any]] = []
@@ -201,7 +206,8 @@ class StreamedConversations:
                 if len(pool) < config.buffer:
                     continue
                 at = draw.randrange(len(pool))
-                row, pool[at] = pool[at], pool[-1]
+                row = pool[at]
+                pool[at] = pool[-1]
                 pool.pop()
             self.read += 1
             rendered = self.render(row)
@@ -241,10 +247,13 @@ def iterate_epoch(
     data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int
 ) -> Iterator[Row]:
     """Yield the rows of one pass over the data, ordered by seed and number."""
-    draw, order, start = random.Random(f"{seed} {number}"), [], 0
+    draw = random.Random(f"{seed} {number}")
+    order = []
+    start = 0
     weights = None if config.fake else config.weights
     for size, weight in zip(data.sizes, weights or [1.0] * len(data.sizes), strict=True):
-        own, part = range(start, start + size), round(weight % 1 * size)
+        own = range(start, start + size)
+        part = round(weight % 1 * size)
         order += [*own] * int(weight) + (draw.sample(own, part) if part else [])
         start += size
     if config.shuffle:
@@ -260,7 +269,8 @@ def pack_conversations(conversations: Iterator[Conversation], config: DataConfig
         size = len(conversation[0])
         if row and (config.pack == "stack" or used + size > (config.seq_len or UNKNOWN_ROW_TOKENS)):
             yield row
-            row, used = [], 0
+            row = []
+            used = 0
         row.append(conversation)
         used += size
     if row:

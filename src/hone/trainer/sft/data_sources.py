@@ -20,7 +20,8 @@ from hone.records import Message
 from hone.text.messages import MessageError, drop_nulls
 
 COLUMNS = "`messages`, or `prompt` and `completion`"
-TEXT_FILES, ARROW_FILES = (".jsonl", ".json", ".csv", ".tsv"), (".parquet", ".arrow")
+TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
+ARROW_FILES = (".parquet", ".arrow")
 READABLE = (
     "a .jsonl, .json, .csv (each also .gz), .parquet or .arrow file, "
     "a folder of datasets' save_to_disk, or a hub id"
@@ -38,7 +39,10 @@ class Source:
     def __init__(
         self, name: str, split: str, streaming: bool = True, key: str = "data.name"
     ) -> None:
-        self.name, self.split, self.streaming, self.key = name, split, streaming, key
+        self.name = name
+        self.split = split
+        self.streaming = streaming
+        self.key = key
         self.path = Path(name).expanduser()
         suffixes = [suffix.lower() for suffix in self.path.suffixes]
         self.is_zipped = suffixes[-1:] == [".gz"]
@@ -114,7 +118,8 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     """
     if row.get("messages") is not None:
         return _from_json(row["messages"], "messages")
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     return messages + (
         [{"role": "assistant", "content": completion}]

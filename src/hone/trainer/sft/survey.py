@@ -19,7 +19,10 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
 
     Raises ValueError if more than `data.max_left_out` of them are.
     """
-    left, samples, tokens, lost = LeftOut(), 0, 0, 0
+    left = LeftOut()
+    samples = 0
+    tokens = 0
+    lost = 0
     rows = _choose_surveyed(data.count)
     for i in rows:
         found = data.render_row(i)
@@ -28,7 +31,8 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
         if not found.samples:
             left.add_row(i + 1, found)
             lost += found.tokens
-    count, total = left.counts.total(), len(rows)
+    count = left.counts.total()
+    total = len(rows)
     which = (
         f"{total:,} rows" if total == data.count else f"{total:,} rows drawn from {data.count:,}"
     )

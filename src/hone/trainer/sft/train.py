@@ -97,7 +97,9 @@ def train_steps(
     events: EventList,
 ) -> None:
     """Take the steps of a run that its session has not taken yet. Collective."""
-    config, run, log = trainer.config, session.run, trainer.log
+    config = trainer.config
+    run = session.run
+    log = trainer.log
     data = trainer.load_data(rows)
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
     val = trainer.load_val_data(val_rows)
@@ -109,7 +111,8 @@ def train_steps(
     batches = islice(iterate_steps(data, data_config, config.seed), session.done, None)
     session.max_steps = max_steps
     log.info("%s", describe_training(session, f"on {data.count} conversations"))
-    start, step = time.perf_counter(), session.done
+    start = time.perf_counter()
+    step = session.done
 
     def evaluate_if_due(step: int, last: int) -> dict[str, float]:
         """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
@@ -165,7 +168,8 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     trainer = Trainer(config, loaded, optimizer, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
-    batches, measured = iterate_steps(data, data_config, config.seed), []
+    batches = iterate_steps(data, data_config, config.seed)
+    measured = []
     for step in range(1, WARM_UP + BENCH_STEPS + 1):
         if step == WARM_UP + 1:
             trainer.laps.clear_laps()
@@ -186,8 +190,11 @@ class Trainer:
         bad_steps: Path,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.config, self.loaded, self.bad_steps = config, loaded, bad_steps
-        self.ranks, self.model = ranks, loaded.model
+        self.config = config
+        self.loaded = loaded
+        self.bad_steps = bad_steps
+        self.ranks = ranks
+        self.model = loaded.model
         self.log = component_log("sft")
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
@@ -217,7 +224,8 @@ class Trainer:
 
         Raises ValueError if more than `data.max_left_out` would be left out.
         """
-        config, tokenizer = self.config.data, self.loaded.tokenizer
+        config = self.config.data
+        tokenizer = self.loaded.tokenizer
         if config.fake:
             return FakeConversations(
                 FAKE_ROWS,
@@ -271,7 +279,8 @@ class Trainer:
         targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
         mine = self.ranks.own_share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
-        loss, flops = torch.zeros((), device=self.device), 0.0
+        loss = torch.zeros((), device=self.device)
+        flops = 0.0
         parts = self._split_micro_batches(mine)
         for part in parts:
             micro = self._pack_rows(part or NOTHING)
