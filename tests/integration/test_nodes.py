@@ -105,7 +105,7 @@ def test_the_page_of_several_nodes(nodes, trained, tmp_path):
         )
         typed.ends_well("orchestrator", "trainer0", "trainer1")
         assert (out / "weights" / "step_4" / "model.safetensors").is_file()
-        assert " x 2), steps 1 to 4" in typed.text("trainer0")
+        assert " x 2) with an orchestrator over " in typed.text("trainer0")
         typed.type(
             1,
             "asked",

@@ -248,7 +248,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
             elif code != 0 or child.is_server:
                 raise ValueError(find_first_failure(children, child).describe_failure())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
-        if not follower.follow_once() or have_ended:
+        if not follower.follow_once(have_ended) or have_ended:
             return
         time.sleep(0.1)
 

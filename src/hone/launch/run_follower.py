@@ -28,10 +28,15 @@ class Follower:
         self.activity = ""
         self.read = 0  # bytes of the metrics
 
-    def follow_once(self) -> bool:
-        """Report what is new. Return False if a listener stops the run."""
+    def follow_once(self, has_ended: bool = False) -> bool:
+        """Report what is new. Return False if a listener stops the run.
+
+        With `has_ended` the run's processes have succeeded, so a new id in the directory is theirs.
+        """
         if not self.is_there:
-            self.is_there = self.run.id_on_disk() != self.before and self.trainer.is_beating()
+            self.is_there = self.run.id_on_disk() != self.before and (
+                has_ended or self.trainer.is_beating()
+            )
             if not self.is_there:
                 return True
         goes_on = True
