@@ -57,7 +57,7 @@ def step_ms(engine, batch: int, length: int, parts: int = -1, is_uneven: bool = 
     from hone.kernels import row_state as column
 
     graphs, rows = engine.graphs, pad_rows(batch)
-    parts = graphs._parts(rows, length) if parts < 0 else parts
+    parts = graphs._choose_parts(rows, length) if parts < 0 else parts
     at_length(engine, length, is_uneven)
     longest = engine.slots.state[:rows, column.LENGTH].max().item()
     graphs.key = Key(

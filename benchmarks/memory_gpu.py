@@ -107,7 +107,7 @@ def rl_step(trainer, tokens: int, number: int) -> None:
         samples.append(
             Sample(ids, [False] * 128 + [True] * 384, [0.0] * 128 + [-11.9] * 384, (-1.0) ** i, 1.0)
         )
-    assert len(trainer._split(samples)) == 1, "more than one micro-batch"
+    assert len(trainer._split_samples(samples)) == 1, "more than one micro-batch"
     trainer.step(Batch(number, samples))
 
 

@@ -113,7 +113,7 @@ def measure(step, tokens_of, flops_of, laps=None) -> dict:
     }
     if laps is not None:
         laps.is_on = True
-        laps.clear()
+        laps.clear_laps()
         for i in range(3):
             step(WARM_UP + STEPS + 1 + i)
         result["laps"] = {name: seconds / 3 for name, seconds in laps.seconds.items()}
