@@ -90,11 +90,15 @@ def test_most_tokens_are_read_before_the_last_are_there(model, monkeypatch):
     engine, read = Engine(model, max_batch_size=8, max_model_len=256, kv_cache_gib=1), []
     generated, remember = engine.slots.generated_tokens, engine.pool.remember_pages
     monkeypatch.setattr(
-        engine.slots, "generated_tokens", lambda *asked: read.append(asked[1:3]) or generated(*asked)
+        engine.slots,
+        "generated_tokens",
+        lambda *asked: read.append(asked[1:3]) or generated(*asked),
     )
     requests = [request(p, seed=i, max_tokens=130) for i, p in enumerate(prompts([62] * 8))]
     monkeypatch.setattr(
-        engine.pool, "remember_pages", lambda ids, *pages: read.append(len(ids)) or remember(ids, *pages)
+        engine.pool,
+        "remember_pages",
+        lambda ids, *pages: read.append(len(ids)) or remember(ids, *pages),
     )
     done = engine.generate(requests)
     # The last window of steps is a short one. Of the 192 tokens in the end, three pages, the newest has no key.
