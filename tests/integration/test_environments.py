@@ -141,7 +141,7 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
         '{"texts": "generated", "min_chars": 3, "max_chars": 6}',
     ]
     again = command("vf-eval", *alone, "--resume", first, cwd=tmp_path)
-    assert "3 rollouts are there" in again.stdout
+    assert "3 rollouts are done" in again.stdout
     assert [row["reward"] for row in Folder.open(first).read_rows()] == [
         row["reward"] for row in rows
     ]

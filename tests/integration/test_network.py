@@ -46,7 +46,7 @@ from hone.transport import network
 from hone.transport.network import NetworkReceiver, Superseded
 
 message, device, dtype = json.loads(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3])
-network.PORTION = int(sys.argv[4])
+network.PORTION_BYTES = int(sys.argv[4])
 if sys.argv[5:]:  # as if the trainer's memory were one that GPUs read; how it is opened here
     network.is_near = lambda message, device: True
     network.map_memory = eval(sys.argv[5])

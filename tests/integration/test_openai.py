@@ -475,7 +475,7 @@ def test_a_call_of_a_tool_can_be_required(client, trained, choice):
         ({"tool_choice": "required"}, "no tools to call"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS},
-            "none of the tools",
+            "not one of the tools",
         ),
         ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "another form"),
         ({"tool_choice": "required", "tools": [{"type": "function"}]}, "tools: each is"),
