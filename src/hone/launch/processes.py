@@ -35,7 +35,7 @@ from hone.monitors import trackers
 from hone.monitors.events import EventList, Events
 from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import whole_run_line
-from hone.process_report import REPORT_VARIABLE, read_report
+from hone.process_report import REPORT_VARIABLE, read_report, reserve_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
@@ -137,7 +137,7 @@ class Child:
         self.title = part.display_name
         self.is_server = part.restarts
         self.is_trainer = part.role == "trainer"
-        self.report = (logs / f".{part.name}.report.json").absolute()
+        self.report = (logs / f".{part.display_name.replace(' ', '_')}.report.json").absolute()
         self.is_elsewhere = bool(part.node)
         self.words = [
             *on_node(part.node),
@@ -162,7 +162,7 @@ class Child:
         self.start_process()
 
     def start_process(self) -> None:
-        self.report.unlink(missing_ok=True)
+        reserve_report(self.report)
         with contextlib.nullcontext() if self.is_elsewhere else preemption.hold_signals():
             self.process = subprocess.Popen(
                 self.words,
