@@ -19,6 +19,7 @@ HEAD_SECONDS = (
 )
 MOST_CONNECTIONS = 8192
 FILES_APART = 128  # descriptors reserved for files, devices and other sockets
+MOST_PIPELINED = 16  # requests of a connection that wait for an earlier answer
 HEALTH_RESERVE = 16  # further connections that are only answered on /health
 TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 TOO_LATE = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -69,6 +70,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._is_in_head = True
         self._head_bytes = 0
+        self._bytes_since_body = 0  # chunk sizes and trailers, which are parsed as headers
         self._is_refused = False
         self._is_surplus = False
         self._timer: asyncio.TimerHandle | None = None
@@ -123,7 +125,11 @@ class BoundedHttp(HttpToolsProtocol):
             if self._head_bytes == len(data) and self._timer is None:
                 self._await_head()
                 self._head_bytes = len(data)
+        else:
+            self._bytes_since_body += len(data)
         super().data_received(data)
+        if not self._is_in_head and self._bytes_since_body > HEAD_BYTES + len(data):
+            self._close_with(TOO_LARGE)
         if self._is_in_head and was_in_head and self._head_bytes > HEAD_BYTES:
             self._close_with(TOO_LARGE)
 
@@ -143,9 +149,17 @@ class BoundedHttp(HttpToolsProtocol):
             self._close_with(b"")
             raise ValueError("there are too many connections")
         super().on_headers_complete()
+        if len(self.pipeline) > MOST_PIPELINED:
+            self._close_with(b"")
+            raise ValueError("too many requests wait on one connection")
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_since_body = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._bytes_since_body = 0
         self._is_in_head = True
         self._head_bytes = 0
 

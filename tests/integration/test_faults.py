@@ -141,9 +141,7 @@ def test_a_full_disk_ends_the_run_with_its_state_intact(trained, small_disk, tmp
     done = processes(out, trained, *words, ok=False)
     full.join()
     last = done.stderr.splitlines()[-1]
-    assert "the disk is full; make room, then --resume auto continues the run" in last, (
-        done.stderr
-    )
+    assert "the disk is full; make room, then --resume auto continues the run" in last, done.stderr
     (small_disk / "filler").unlink()
     processes(out, trained, *words)
     assert [row["reward/mean"] for row in metrics(out)] == [

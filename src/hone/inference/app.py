@@ -78,6 +78,10 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
             error.status_code, f"{error.detail}: {request.method} {request.url.path}"
         )
 
+    @app.exception_handler(RecursionError)
+    async def answer_deep_nesting(request: Request, error: RecursionError) -> JSONResponse:
+        return build_refusal(400, "the body is nested too deeply")
+
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # the client is gone
@@ -113,6 +117,9 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != "/health":
+            if not scope["path"].isprintable():  # routes match also before a final newline
+                await build_refusal(404, "Not Found")(scope, receive, send)
+                return
             given = dict(scope["headers"]).get(b"authorization", b"")
             is_owner = hmac.compare_digest(given, self.expected)
             if not is_owner and not (
@@ -163,7 +170,7 @@ class PageGuard:
         origin = headers.get(b"origin")
         if origin is not None and host_of(origin) not in LOOPBACK:
             return f"a page of {origin} may not use this server, which has no API key"
-        kind = headers.get(b"content-type", "")
+        kind = headers.get(b"content-type", "").partition(";")[0]
         length = headers.get(b"content-length", "0")
         has_body = length != "0" or b"transfer-encoding" in headers
         if has_body and "json" not in kind:

@@ -64,7 +64,8 @@ class Served:
         loaded.
         """
         self._check_directory(delivered)
-        files = [place / "tokenizer.json" for place in (delivered.parent / TEXT, delivered)]
+        places = [delivered.parent / TEXT, delivered]
+        files = [place / "tokenizer.json" for place in places if self._may_read(place)]
         text = next(((file, file.stat().st_mtime_ns) for file in files if file.is_file()), None)
         tokenizer = (
             self.tokenizer.reload_from(text[0].parent) if text and text != self._text else None
@@ -97,11 +98,14 @@ class Served:
             is_there = False
         if not is_there:
             raise ValueError(f"{directory} is not a directory here")
-        if not any(directory.resolve().is_relative_to(one) for one in self.allowed):
+        if not self._may_read(directory):
             known = ", ".join(map(str, self.allowed)) or "none"
             raise ValueError(
                 f"{directory} is not in a directory that this server may read from (allowed_dirs: {known})"
             )
+
+    def _may_read(self, directory: Path) -> bool:
+        return any(directory.resolve().is_relative_to(one) for one in self.allowed)
 
     async def unload_adapter(self, name: str) -> dict[str, Any]:
         await self.sampler.unload_adapter(name)

@@ -6,6 +6,7 @@ transformers.
 
 import logging
 import os
+import sys
 from collections import OrderedDict
 from collections.abc import Collection
 from functools import cached_property
@@ -34,6 +35,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 BEFORE = "\x01"  # a separator before text that continues tokens; it is a token of its own
 LONG_TEXT_CHARACTERS = 4096  # characters from which a text is encoded without the GIL
 CONTEXT_TOKENS = 8  # preceding tokens that can change the text of the next ones
+CACHED_PROMPTS = 1024  # rendered conversations whose ids are kept
+CACHED_BYTES = 65536  # of a conversation and its ids; longer ones are not kept
 PROMPT_END_TOKENS = 16  # last tokens of a prompt that are searched for an open thought
 
 
@@ -244,8 +247,9 @@ class Tokenizer:
             ids = self.encode(
                 template.render_conversation(messages, add_generation_prompt=True, **args)
             )
-            self._chat_cache[key] = ids
-            if len(self._chat_cache) > 1024:
+            if sys.getsizeof(key) + 8 * len(ids) <= CACHED_BYTES:
+                self._chat_cache[key] = ids
+            if len(self._chat_cache) > CACHED_PROMPTS:
                 self._chat_cache.popitem(last=False)
         return ids
 

@@ -297,33 +297,45 @@ def _one_line_less(value: str) -> str:
 def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
     """Return the JSON-schema types of each argument of a tool, if its schema has them."""
     for tool in tools:
-        function = tool.get("function") or {}
-        if function.get("name") == name:
-            parameters = function.get("parameters") or {}
-            return {
-                key: _types_of(one, parameters)
-                for key, one in (parameters.get("properties") or {}).items()
-            }
+        function = tool.get("function")
+        if not isinstance(function, dict) or function.get("name") != name:
+            continue
+        parameters = function.get("parameters")
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if not isinstance(properties, dict):
+            return {}
+        return {key: _types_of(one, parameters) for key, one in properties.items()}
     return {}
 
 
-def _types_of(schema: Any, root: dict[str, Any], depth: int = 0) -> set[str]:
-    """Return the types that a schema allows; empty if unspecified."""
-    if not isinstance(schema, dict) or depth > 8:
-        return set()
-    kind = schema.get("type")
-    found = {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
-    values = [*schema.get("enum", []), *([schema["const"]] if "const" in schema else [])]
-    found |= {"string" for value in values if isinstance(value, str)}
-    for one in [*schema.get("anyOf", []), *schema.get("oneOf", []), *schema.get("allOf", [])]:
-        found |= _types_of(one, root, depth + 1)
-    reference = schema.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#/"):
-        place: Any = root
-        for part in reference[2:].split("/"):
-            place = place.get(part) if isinstance(place, dict) else None
-        found |= _types_of(place, root, depth + 1)
+def _types_of(schema: Any, root: dict[str, Any]) -> set[str]:
+    """Return the types that a schema allows; empty if unspecified. Visits each subschema once."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if not isinstance(one, dict) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        kind = one.get("type")
+        found |= {name for name in _list_of(kind) if isinstance(name, str)}
+        found |= {kind} if isinstance(kind, str) else set()
+        values = [*_list_of(one.get("enum")), one.get("const")]
+        found |= {"string" for value in values if isinstance(value, str)}
+        for key in ("anyOf", "oneOf", "allOf"):
+            waiting += _list_of(one.get(key))
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#/"):
+            place: Any = root
+            for part in reference[2:].split("/"):
+                place = place.get(part) if isinstance(place, dict) else None
+            waiting.append(place)
     return found
+
+
+def _list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _parse_typed(value: str, types: set[str] | None) -> Any:

@@ -38,6 +38,7 @@ from hone.text.tokenizer import CONTEXT_TOKENS
 T = TypeVar("T")
 B = TypeVar("B", bound=BaseModel)
 MAX_COMPLETIONS = 4096  # completions per request
+MARK_CHARACTERS = 16  # counted for the marks that a template puts around a message
 THREAD_CHARACTERS = 32768  # characters from which a request is tokenized in a thread
 
 
@@ -229,6 +230,7 @@ class OpenAIRoutes:
             )
 
         size = len(body.prompt or "") + _count_characters(body.messages or [])
+        size += len(str(body.tools or "")) + len(str(body.chat_template_kwargs or ""))
         try:
             ids = await run_beside_loop(encode_prompt, size, self.served)
         except ValueError as error:
@@ -295,9 +297,12 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
 
 
 def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
-    """Return about how many characters messages have."""
+    """Return about how many characters messages have, with a few for the marks of each."""
     return sum(
-        len(one.content) if isinstance(one.content, str) else len(str(one.content))
+        MARK_CHARACTERS
+        + len(one.role)
+        + (len(one.content) if isinstance(one.content, str) else len(str(one.content)))
+        + (len(str(one.model_extra)) if one.model_extra else 0)
         for one in messages
     )
 

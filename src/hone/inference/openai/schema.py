@@ -95,6 +95,9 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_keep_to_the_templa
 Ids = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
+MAX_STOPS = 1024  # stop strings, or ids of stop tokens, of a request
+
+
 class ChatMessage(BaseModel):
     """A message as clients write it; `text.messages` normalizes it before it is rendered."""
 
@@ -187,8 +190,8 @@ class Request(BaseModel):
     presence_penalty: FiniteFloat | None = Field(None, ge=-1e6, le=1e6)
     frequency_penalty: FiniteFloat | None = Field(None, ge=-1e6, le=1e6)
     logit_bias: dict[int, Annotated[FiniteFloat, Field(ge=-1e6, le=1e6)]] | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOPS)] | None = None
     include_stop_str_in_output: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
     ignore_eos: bool | None = None
