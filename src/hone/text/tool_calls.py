@@ -301,7 +301,9 @@ def argument_types(name: str, tools: Sequence[Tool]) -> dict[str, set[str]]:
         if not isinstance(function, dict) or function.get("name") != name:
             continue
         parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        if not isinstance(parameters, dict):
+            return {}
+        properties = parameters.get("properties")
         if not isinstance(properties, dict):
             return {}
         return {key: _types_of(one, parameters) for key, one in properties.items()}
