@@ -55,10 +55,14 @@ class Guard:
     def find_refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return the status and reason of a refusal, or None if the request is allowed."""
         host = headers.get("host", "")
-        if self.on_loopback and not is_loopback(urlsplit(f"//{host}").hostname or ""):
-            return 403, f"Host {host!r} is not this machine's loopback address"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        try:
+            name, netloc = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+        except ValueError:
+            return 403, "Host or Origin is no address"
+        if self.on_loopback and not is_loopback(name):
+            return 403, f"Host {host!r} is not this machine's loopback address"
+        if origin is not None and netloc != host:
             return 403, f"Origin {origin!r} is another site"
         if headers.get("sec-fetch-site", "same-origin") not in (
             "same-origin",

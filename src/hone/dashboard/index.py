@@ -23,6 +23,7 @@ from hone.dashboard.rollout_columns import row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
+MOST_STEP = 2**53  # steps beyond are no steps of a run
 LAYOUT_VERSION = 4  # of the tables; an index with another layout is rebuilt
 STEPS_PER_TRANSACTION = 40  # steps per transaction
 ROLLOUTS = "rollouts.jsonl"
@@ -410,16 +411,24 @@ def _insert_points(
 ) -> None:
     """Insert the finite numbers of a row of metrics; new metrics are added to `names`."""
     step = row.pop("step", None)
-    if not isinstance(step, int) or isinstance(step, bool):
+    if not isinstance(step, int) or isinstance(step, bool) or abs(step) > MOST_STEP:
         return
     points = []
     for name, value in row.items():
-        if isinstance(value, (int, float)) and math.isfinite(value):
+        if _is_finite(value) and name.isprintable():
             if name not in names:
                 names[name] = len(names) + 1
                 connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
             points.append((names[name], step, float(value)))
     connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", points)
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True for a number that a float holds."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _read_fact(connection: sqlite3.Connection, key: str) -> str | None:

@@ -110,7 +110,7 @@ def is_below(root: Path, file: Path) -> bool:
 def read_json(root: Path, file: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_text(root, file))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -122,7 +122,7 @@ def config_of(root: Path, run: Run) -> dict[str, Any]:
     for name in names:
         try:
             found |= tomllib.loads(read_text(root, run.path / "configs" / f"{name}.toml"))
-        except tomllib.TOMLDecodeError:
+        except (tomllib.TOMLDecodeError, RecursionError):
             continue
     return found
 

@@ -1,5 +1,7 @@
 """Content of the dashboard's pages, made from a run's index and files."""
 
+import json
+import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,8 @@ INDEX_WAIT_SECONDS = 0.1  # seconds that a reader waits for new data to be index
 LOG_BYTES = 256 * 1024  # bytes of the end of a log that are shown
 HEADLINE = {"rl": "reward/mean", "sft": "loss/mean", "eval": "reward"}
 
+log = logging.getLogger("hone.dashboard")
+
 
 class Runs:
     """The runs below a root with their indexes, which are updated when somebody looks."""
@@ -56,8 +60,16 @@ class Runs:
             return self._indexes.setdefault(run.id, Index(self.root, run, self.cache))
 
     def list_runs(self) -> list[dict[str, Any]]:
-        """Return a row per run, newest first."""
-        lines = [self.run_line(run) for run in self.find_runs().values()]
+        """Return a row per run, newest first; runs whose files cannot be shown are left out."""
+        lines = []
+        for run in self.find_runs().values():
+            try:
+                line = self.run_line(run)
+                json.dumps(line, allow_nan=False, ensure_ascii=False).encode()
+            except (ValueError, ArithmeticError, RecursionError, TypeError, LookupError) as error:
+                log.warning("%r is not listed: %s: %s", run.id, type(error).__name__, error)
+                continue
+            lines.append(line)
         return sorted(lines, key=lambda line: line["age"])
 
     def run_line(self, run: Run) -> dict[str, Any]:
