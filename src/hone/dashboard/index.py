@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from hone.dashboard.rollout_columns import row_columns, row_of
+from hone.dashboard.rollout_columns import is_finite, row_columns, row_of
 from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
@@ -415,20 +415,12 @@ def _insert_points(
         return
     points = []
     for name, value in row.items():
-        if _is_finite(value) and name.isprintable():
+        if is_finite(value) and name.isprintable():
             if name not in names:
                 names[name] = len(names) + 1
                 connection.execute("INSERT INTO metrics VALUES(?, ?)", (names[name], name))
             points.append((names[name], step, float(value)))
     connection.executemany("INSERT OR REPLACE INTO points VALUES(?, ?, ?)", points)
-
-
-def _is_finite(value: Any) -> bool:
-    """Return True for a number that a float holds."""
-    try:
-        return isinstance(value, (int, float)) and math.isfinite(value)
-    except OverflowError:
-        return False
 
 
 def _read_fact(connection: sqlite3.Connection, key: str) -> str | None:

@@ -45,12 +45,7 @@ def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
 
 def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
     """Return the mean logprob of the generated tokens, or None if unknown."""
-    logprobs = [
-        x
-        for turn in turns
-        for x in _list_or_empty(turn.get("logprobs"))
-        if isinstance(x, (int, float))
-    ]
+    logprobs = [x for turn in turns for x in _list_or_empty(turn.get("logprobs")) if is_finite(x)]
     return sum(logprobs) / len(logprobs) if logprobs else None
 
 
@@ -79,8 +74,16 @@ def _int_or_zero(value: Any) -> int:
     return value if isinstance(value, int) and abs(value) < 2**62 else -1
 
 
+def is_finite(value: Any) -> bool:
+    """Return True for a number that a float holds."""
+    try:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _number_or_zero(value: Any) -> float:
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+    return float(value) if is_finite(value) else 0.0
 
 
 def row_of(line: bytes) -> dict[str, Any]:
