@@ -162,3 +162,60 @@ def test_the_limit_of_descriptors_is_raised_and_leaves_some():
         assert most_connections() <= resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 128
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def send_until_closed(port, start, part, most):
+    """Send `part` until the server closes; return the number of bytes sent, at most `most`."""
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    sent = 0
+    try:
+        writer.write(start)
+        while sent < most:
+            writer.write(part)
+            await asyncio.wait_for(writer.drain(), 5)
+            sent += len(part)
+            await asyncio.sleep(0)
+    except (ConnectionError, TimeoutError):
+        pass
+    finally:
+        writer.transport.abort()
+    return sent
+
+
+@pytest.mark.parametrize(
+    "part", [b"x: " + b"v" * 1000 + b"\r\n", b"v" * 1000], ids=["many trailers", "an endless one"]
+)
+def test_trailers_are_bounded_as_headers_are(part):
+    head = b"POST /work HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n0\r\ny: "
+
+    async def work():
+        async with serving() as port:
+            sent = await send_until_closed(port, head, part, 64 * 2**20)
+            await health(port)
+            return sent
+
+    assert asyncio.run(work()) < 32 * 2**20
+
+
+def test_a_body_of_small_chunks_is_read():
+    head = b"POST /work HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+    async def work():
+        async with serving() as port:
+            return await ask(port, head + b"1\r\nx\r\n" * 100_000 + b"0\r\n\r\n")
+
+    assert asyncio.run(work()).startswith(b"HTTP/1.1 200")
+
+
+def test_few_requests_wait_on_one_connection():
+    async def work():
+        async with serving() as port:
+            before = memory()
+            sent = await send_until_closed(
+                port, b"", b"GET /work HTTP/1.1\r\n\r\n" * 10_000, 2 * 2**20
+            )
+            await health(port)
+            return sent, memory() - before
+
+    sent, grown = asyncio.run(work())
+    assert sent < 2 * 2**20 and grown < 64
