@@ -1,6 +1,5 @@
 """Every algorithm learns on the tiny recipe, from its name alone. Three seeds: benchmarks/algorithms_cpu.py."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,11 +7,7 @@ import pytest
 from hone.config.algorithms import ALGORITHMS
 
 from .conftest import TINY, Server, command
-
-STEPS, SHORT = (
-    30,
-    '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}',
-)
+from .learning import RECIPE, STEPS, has_learnt, read_rewards
 
 
 def reward(out, model, algorithm, *options):
@@ -25,36 +20,12 @@ def reward(out, model, algorithm, *options):
         model,
         "--output-dir",
         out,
-        "--max-steps",
-        STEPS,
+        *RECIPE,
         "--algorithm",
         algorithm,
-        "--orchestrator.env",
-        SHORT,
-        "--orchestrator.batch-size",
-        128,
-        "--orchestrator.sampling.max-tokens",
-        12,
-        "--trainer.scheduler.type",
-        "constant",
-        "--trainer.optim.type",
-        "adamw",
-        "--trainer.optim.lr",
-        1e-3,
-        "--orchestrator.eval.env",
-        SHORT,
-        "--orchestrator.eval.interval",
-        STEPS,
-        "--orchestrator.eval.max-tokens",
-        12,
         *options,
     )
-    rows = map(json.loads, (out / "metrics.jsonl").open())
-    return [row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row]
-
-
-def has_learnt(before, after):
-    return after - before > 0.1 * (1 - before)
+    return read_rewards(out)[0]
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from hone.models.weight_proof import score_sequences
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command, http
+from .learning import RECIPE, STEPS, has_learnt, read_rewards
 
 MESSAGES = [
     {
@@ -382,41 +383,6 @@ def test_what_an_engine_in_its_own_process_cannot_start_for_is_said(tmp_path):
     assert f"inference: error: {tmp_path}" in done.stderr, done.stderr
 
 
-def rewards(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
-    return [
-        row["eval/reverse-text/reward"] for row in rows if "eval/reverse-text/reward" in row
-    ], rows
-
-
-SHORT = '{"id": "reverse-text", "args": {"texts": "generated", "min_chars": 2, "max_chars": 4}}'
-STEPS = 30
-RECIPE = (
-    "--max-steps",
-    STEPS,
-    "--orchestrator.env",
-    SHORT,
-    "--orchestrator.batch-size",
-    128,
-    "--orchestrator.sampling.max-tokens",
-    12,
-    "--trainer.scheduler.type",
-    "constant",
-    "--trainer.optim.type",
-    "adamw",
-    "--trainer.optim.lr",
-    1e-3,
-    "--orchestrator.eval.env",
-    SHORT,
-    "--orchestrator.eval.interval",
-    STEPS,
-    "--orchestrator.eval.max-tokens",
-    12,
-    "--deployment",
-    "processes",
-)
-
-
 def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
     """With a started server of its own (vLLM), or one that is there."""
     options, server = ["--inference.server.port", 0], None
@@ -442,6 +408,8 @@ def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
             "--output-dir",
             tmp_path / "run",
             *RECIPE,
+            "--deployment",
+            "processes",
             "--max-async-level",
             0,
             "--inference.max-model-len" if kind != "transformers" else "--seq-len",
@@ -451,8 +419,8 @@ def test_the_tiny_recipe_learns_by_it(kind, trained, tmp_path):
     finally:
         if server is not None:
             server.stop()
-    (before, after), rows = rewards(tmp_path / "run")
-    assert after - before > 0.1 * (1 - before), (before, after)
+    (before, after), rows = read_rewards(tmp_path / "run")
+    assert has_learnt(before, after), (before, after)
     assert (
         len(rows) >= STEPS and max(row.get("weights/canary_difference", 0.0) for row in rows) < 5e-3
     )
