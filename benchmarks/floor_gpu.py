@@ -38,9 +38,8 @@ from hone.models.families import parse_model_config
 BEYOND_CACHE = 120 * 2**20
 LINKS = 140  # of a chain: a step of 0.6B's shape has so many
 ROWS, INNER = 32, 2048  # numbers that a link copies
-FEW_MODEL = (
-    "Qwen3-0.6B"  # all its layers' products of up to 32 rows are those of few_row_products.py
-)
+# All its layers' products of up to 32 rows are those of few_row_products.py.
+FEW_MODEL = "Qwen3-0.6B"
 # In the text of few_row_products.py: where a row is, and where a tile's weights are; then the same for all rows and
 # all tiles.
 ONE_ROW = ("x + (m_x * K +", "x + (m_x * 0 +")

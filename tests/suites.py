@@ -294,9 +294,8 @@ SUITES = (
     Suite("site", "the documentation as a site, with strict links", run_site),
 )
 SUITE_BY_NAME = {suite.name: suite for suite in SUITES}
-NEEDS_GPU = (
-    "gpu"  # the suite of `make test-gpu`, which runs with the Python of a machine that has one
-)
+# The suite of `make test-gpu`, which runs with the Python of a machine that has one.
+NEEDS_GPU = "gpu"
 
 
 def run_suite(suite: Suite) -> Outcome:

@@ -14,9 +14,8 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 * 1024  # of a request line and its headers
-HEAD_SECONDS = (
-    15.0  # from the connection or the first byte of a request until its headers are complete
-)
+# From the connection or the first byte of a request until its headers are complete.
+HEAD_SECONDS = 15.0
 MOST_CONNECTIONS = 8192
 FILES_APART = 128  # descriptors reserved for files, devices and other sockets
 MOST_PIPELINED = 16  # requests of a connection that wait for an earlier answer

@@ -27,9 +27,8 @@ from hone.transport.deadlines import Wait
 
 T = TypeVar("T")
 POLL_SECONDS = 2.0  # seconds between looks at a server
-QUEUE_RESERVE = (
-    16  # rollouts (or an eighth of those running, if more) queued at a server to keep it busy
-)
+# Rollouts (or an eighth of those running, if more) queued at a server to keep it busy.
+QUEUE_RESERVE = 16
 
 
 class _Asked(NamedTuple):

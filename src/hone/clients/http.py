@@ -18,17 +18,15 @@ from hone.config.sections import LOOPBACK, ClientConfig, own_key
 from hone.records import Completion, ContextFull, Prompt, Refused, Sampling, Turn
 from hone.server_starts import is_starting
 
-NO_SIGN_SECONDS = (
-    60.0  # a local server that neither listens nor starts for this long does not exist
-)
+# A local server that neither listens nor starts for this long does not exist.
+NO_SIGN_SECONDS = 60.0
 ANSWER_SECONDS = 10.0  # time for a listening server to answer one poll
 # When a wait is announced, and the pause between polls.
 NOTICE_SECONDS = 3.0
 RETRY_SECONDS = 0.2
 FULL = "context_length_exceeded"  # the code of such a refusal, in OpenAI's API
-FULL_IN_WORDS = (
-    "maximum context length"  # the message of servers without such a code, among them vLLM
-)
+# The message of servers without such a code, among them vLLM.
+FULL_IN_WORDS = "maximum context length"
 
 
 class ServerLost(ConnectionError):

@@ -33,9 +33,8 @@ Sharding = Literal["auto", "full", "none"]
 Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM died: restart it
-API_KEY_VARIABLE = (
-    "HONE_API_KEY"  # passes a server its key without showing it in the list of processes
-)
+# Passes a server its key without showing it in the list of processes.
+API_KEY_VARIABLE = "HONE_API_KEY"
 CLIENT_KEY_VARIABLE = "HONE_CLIENT_KEY"  # passes a server a second key, for clients
 API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file with the key
 

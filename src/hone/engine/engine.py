@@ -42,9 +42,8 @@ from hone.records import Completion, ContextFull, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding continues …
 PASS_TOKENS = 16384  # … in passes of this size
-WINDOW_STEPS = (
-    4  # decode steps launched at once on a GPU, where at most two such windows are queued
-)
+# Decode steps launched at once on a GPU, where at most two such windows are queued.
+WINDOW_STEPS = 4
 STOP_TOKENS = 8  # stop tokens per sequence with preallocated room
 
 

@@ -26,9 +26,8 @@ from hone.models.adapters import Adapters
 from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAttention, flash_varlen
 from hone.models.transformer import Transformer
 
-WORTH_A_GRAPH = (
-    2e13  # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory
-)
+# FLOP of a pass: longer ones hide their launches, and their graphs would hold memory.
+WORTH_A_GRAPH = 2e13
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 

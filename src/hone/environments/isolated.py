@@ -30,9 +30,8 @@ from hone.environments.rubric import Rubric
 from hone.records import Completion, ContextFull, Example, Message, Rollout, Sampling, Tool, Turn
 
 ANSWER_SECONDS = 5.0  # seconds in which a responsive worker answers
-CHECK_SECONDS = (
-    3.0  # seconds between checks of a busy worker; a thread answers even if its loop blocks
-)
+# Seconds between checks of a busy worker; a thread answers even if its loop blocks.
+CHECK_SECONDS = 3.0
 START_SECONDS = 120.0  # seconds in which a worker has to import its environment and respond
 
 ARGUMENTS_VARIABLE = "HONE_ENV_ARGUMENTS"

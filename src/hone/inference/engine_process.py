@@ -41,9 +41,8 @@ if TYPE_CHECKING:
     from hone.inference.samplers.embedded import EmbeddedSampler
 
 LENGTH_BYTES = 8  # bytes that tell the length of a frame
-RESULTS_PER_TURN = (
-    2  # results handled per turn: requests that end together are answered one after another
-)
+# Results handled per turn: requests that end together are answered one after another.
+RESULTS_PER_TURN = 2
 EXIT_SECONDS = 10.0  # seconds in which the engine's process has to exit
 # Seconds that the sampling thread waits at most for the thread that takes calls; default 0.005.
 SWITCH_SECONDS = 0.0005

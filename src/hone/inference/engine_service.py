@@ -28,9 +28,8 @@ from hone.engine.sequence import Sequence
 from hone.records import Completion, GenerateRequest, Prompt, Sampling, Turn
 from hone.text.tokenizer import Tokenizer
 
-MAX_WAIT_SECONDS = (
-    0.5  # longest wait in seconds: a signal that arrives just before one is handled after it
-)
+# Longest wait in seconds: a signal that arrives just before one is handled after it.
+MAX_WAIT_SECONDS = 0.5
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 

@@ -40,10 +40,9 @@ from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
 TERM_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
-MAX_KILLS, KILLS_WITHIN_SECONDS = (
-    5,
-    60.0,
-)  # this many kills of inference within this many seconds end a run
+# This many kills of inference within this many seconds end a run.
+MAX_KILLS = 5
+KILLS_WITHIN_SECONDS = 60.0
 
 log = logging.getLogger("hone.rl")
 

@@ -35,9 +35,8 @@ from hone.orchestrator.teacher import Teacher
 from hone.records import Batch, Example, Prompt, Rollout
 
 log = logging.getLogger("hone.orchestrator")
-MAX_REFILLS = (
-    4  # batches of groups without signal that a step replaces before it continues with fewer
-)
+# Batches of groups without signal that a step replaces before it continues with fewer.
+MAX_REFILLS = 4
 
 
 @dataclass

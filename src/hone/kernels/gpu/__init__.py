@@ -30,12 +30,10 @@ HALF = (torch.bfloat16, torch.float16)
 FEW_TOKENS = 256  # up to here a product is bound by fetching weights
 FUSED_TOKENS = 8  # up to here products also do what stands around them
 FUSED_WIDTH = 2048  # of a model; up to here they do so for twice as many tokens
-FEWEST_TOKENS = (
-    32  # up to here with small weights, too; the arithmetic of a tile is a small part of its time
-)
-NARROW_WIDTH = (
-    1024  # of a model; up to here all weights of a product have room in the registers of the chip
-)
+# Up to here with small weights, too; the arithmetic of a tile is a small part of its time.
+FEWEST_TOKENS = 32
+# Of a model; up to here all weights of a product have room in the registers of the chip.
+NARROW_WIDTH = 1024
 MOST_PARTS = 8  # of the inner dimension of a product
 LONG_PART = 800  # numbers of a part that is worth tiles of 128 columns
 # Up to here starting early is worth more than what torch's product gains
