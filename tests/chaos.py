@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from hone.preemption import end_with_parent
+from hone.child_process import end_with_parent
 from hone.run_directory import steps_in
 from tests.integration.conftest import processes_now
 

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import httpx
 
-from hone.preemption import end_with_parent
+from hone.child_process import end_with_parent
 from tests import hostile_clients
 from tests.integration.conftest import BIN, ROOT, TINY, Server
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hone import STARTED, machine, preemption
+from hone.child_process import end_with_parent
 from hone.config.command_table import COMMANDS, import_object
 from hone.process_report import claim_report_file, write_report
 from hone.text.printable import make_printable
@@ -117,7 +118,7 @@ def _run_command(command: str, argv: list[str]) -> int:
     preemption.listen_for_signals()
     if command in STEPPING:
         preemption.listen_to_ctrl_c()
-    preemption.end_with_parent()
+    end_with_parent()
 
     def call_command() -> None:
         from hone.config.base import load_config

@@ -2,22 +2,17 @@
 
 A scheduler sends SIGUSR1 before it takes the machine away; the exit code says that the run can be
 resumed. Ctrl-C does the same once steps have begun; a second one ends the run at once.
-
-Also here: processes that a command has started end with it.
 """
 
 import contextlib
-import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 EXIT_PREEMPTED = 85  # exit code of a preempted run
 EXIT_INTERRUPTED = 130  # … because of Ctrl-C
-LAST_SECONDS = 10.0  # in which an orphaned process may end what it has started
 _asked = False
 _interrupts = 0
 _takes_steps = False
@@ -93,34 +88,3 @@ def _on_interrupt(*_: Any) -> None:
             "\nending after this step, with a checkpoint (Ctrl-C again ends at once)\n"
         )
         sys.stderr.flush()
-
-
-def end_with_parent() -> None:
-    """End this process when its launcher, HONE_PARENT_PID, is gone; it may be an indirect ancestor."""
-    parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
-    if not parent:
-        return
-    is_direct = os.getppid() == parent
-
-    def watch_parent() -> None:
-        while os.getppid() == parent if is_direct else is_alive(parent):
-            time.sleep(0.5)
-        # It has children to end, perhaps one that hangs.
-        if callable(signal.getsignal(signal.SIGTERM)):
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(LAST_SECONDS)
-        if os.getpgrp() == os.getpid():  # with all its children
-            os.killpg(0, signal.SIGKILL)
-        os._exit(1)
-
-    threading.Thread(target=watch_parent, name="parent", daemon=True).start()
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

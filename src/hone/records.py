@@ -8,8 +8,9 @@ Example ─ environment ─► Rollout (of Turns) ─ orchestrator ─► Sample
 import copy
 import functools
 import hashlib
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -87,6 +88,11 @@ class Sampling:
     ignore_eos: bool = False  # stop tokens do not stop
     raw_logprobs: bool = False  # logprobs at temperature 1
     top_logprobs: int = 0  # number of likeliest tokens per position
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Sampling":
+        """Build it from the values of `dataclasses.asdict` after a trip through JSON."""
+        return cls(**{**found, "logit_bias": tuple(map(tuple, found["logit_bias"]))})
 
     @functools.cached_property
     def is_filtered(self) -> bool:
@@ -188,6 +194,11 @@ class Turn:
     text: str
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Turn":
+        """Build it from the values of `dataclasses.asdict` after a trip through JSON."""
+        return cls(**{**found, "completion": Completion(**found["completion"])})
+
     @property
     def assistant_message(self) -> Message:
         calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
@@ -211,9 +222,31 @@ class Rollout:
     # State kept for reward functions.
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values, with the part of its state that JSON can hold."""
+        state = {key: value for key, value in self.state.items() if _is_json(value)}
+        parts = {"example": asdict(self.example), "turns": [asdict(turn) for turn in self.turns]}
+        return {**vars(self), **parts, "state": state}
+
+    @classmethod
+    def from_json(cls, found: dict[str, Any]) -> "Rollout":
+        """Build it from the values of `to_json`; `example` may be an Example."""
+        example = found["example"]
+        example = example if isinstance(example, Example) else Example(**example)
+        turns = [Turn.from_json(turn) for turn in found["turns"]]
+        return cls(**{**found, "example": example, "turns": turns})
+
     @property
     def is_truncated(self) -> bool:
         return bool(self.turns) and self.turns[-1].completion.finish_reason == "length"
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 @dataclass(eq=False)

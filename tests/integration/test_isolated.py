@@ -9,9 +9,9 @@ import pytest
 
 from hone import machine
 from hone.config.sections import EnvConfig
-from hone.environments import isolated as module
 from hone.environments import load_environments
-from hone.environments.isolated import Isolated
+from hone.environments.protocols import worker_process as module
+from hone.environments.protocols.isolated import Isolated
 from hone.records import Completion, Sampling, Turn
 
 pytestmark = pytest.mark.main_path
@@ -84,7 +84,7 @@ def test_a_worker_that_was_stopped_is_named_killed_and_replaced_and_one_that_blo
     run(environment, program)
     assert (
         "The worker of isolated-env" in caplog.text
-        and "its 1 rollouts are tried again" in caplog.text
+        and "its 1 rollouts are retried" in caplog.text
     )
 
 

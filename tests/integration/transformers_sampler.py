@@ -13,11 +13,11 @@ import torch
 import uvicorn
 from transformers import AutoModelForCausalLM, StoppingCriteriaList
 
+from hone.child_process import end_with_parent
 from hone.inference.app import build_app
 from hone.inference.samplers.base import Sampler
 from hone.inference.served_model import Served
 from hone.inference.socket_binding import bind_socket
-from hone.preemption import end_with_parent
 from hone.records import Completion, ContextFull
 from hone.text.tokenizer import Tokenizer
 from hone.transport.transports import make_receiver

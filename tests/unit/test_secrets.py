@@ -16,7 +16,7 @@ from hone.config.secrets import (
     restore_secrets,
     secrets_variable,
 )
-from hone.environments.isolated import Isolated
+from hone.environments.protocols.isolated import Isolated
 from hone.environments.turns import SingleTurnEnv
 from hone.run_directory import RunDirectory, rewrite_file
 
@@ -101,5 +101,5 @@ def test_a_written_configuration_has_none_and_its_process_has_them(config, tmp_p
 def test_a_worker_s_command_line_has_no_arguments(tmp_path):
     env = SingleTurnEnv(dataset=[{"question": "?", "answer": "a"}])
     isolated = Isolated(env, "some_env", {"judge_api_key": "very-private"}, 1)
-    assert "very-private" not in " ".join(isolated.workers[0].words)
+    assert "very-private" not in " ".join(isolated.workers[0].command)
     assert "very-private" in isolated.workers[0].environment["HONE_ENV_ARGUMENTS"]

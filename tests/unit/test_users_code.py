@@ -16,7 +16,7 @@ from hone import preemption
 from hone.environments import load_environment
 from hone.environments.attempt import attempt
 from hone.environments.env_group import EnvGroup
-from hone.environments.isolated import Isolated
+from hone.environments.protocols.isolated import Isolated
 from hone.environments.rubric import Rubric
 from hone.environments.tools import ToolEnv
 from hone.environments.turns import MultiTurnEnv, SingleTurnEnv, cleanup, stop

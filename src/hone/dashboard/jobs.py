@@ -21,7 +21,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import hone
+from hone.child_process import HONE, Process, process_exists, start_process
 from hone.config.base import load_config
 from hone.config.command_table import COMMANDS, import_object
 from hone.dashboard.runs import (
@@ -89,7 +89,7 @@ class Jobs:
         self.directory = self.root / ".hone" / "jobs"
         self._lock = threading.RLock()
         self._key = signing_key()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Process] = {}
         self._thread: threading.Thread | None = None
 
     def describe_lab(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Jobs:
             alive = any(
                 run_status(self.root, one, 0, None) in ("running", "silent") for one in run.values()
             )
-            if not (alive and _process_exists(job.pid)):
+            if not (alive and process_exists(job.pid)):
                 job.state = "stopped"
         return job
 
@@ -340,11 +340,11 @@ class Jobs:
                 "-s",
             ]
             words += ["--max-tokens", str(asked["max_tokens"])] if asked["max_tokens"] else []
-            return [sys.executable, "-P", "-m", "hone", "vf-eval", *words]
+            return [*HONE, "vf-eval", *words]
         if job.where == "slurm":
             own = ["slurm", job.command, str(file), "--output-dir", str(self.root / job.output_dir)]
-            return [sys.executable, "-P", "-m", "hone", *own, *shlex.split(job.more)]
-        words = [sys.executable, "-P", "-m", "hone", job.command, "@", str(file)]
+            return [*HONE, *own, *shlex.split(job.more)]
+        words = [*HONE, job.command, "@", str(file)]
         # The run keeps its checkpoints, and its directory is set in its file.
         if job.command == "vf-rl":
             output = ["--trainer.args.output-dir", self._typed_directory(job)]
@@ -394,13 +394,12 @@ class Jobs:
 
     def _start_job(self, job: Job) -> None:
         with (self.directory / job.name / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
+            process = start_process(
                 self.command_words(job),
+                {"HONE_PARENT_PID": "0"},  # it outlives the dashboard
                 cwd=self.home,
-                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
             )
         self._processes[job.name] = process
         job.state = "running"
@@ -448,11 +447,3 @@ def signing_key() -> bytes:
 def kind_of(command: str) -> str:
     """Return the kind of run that a command makes."""
     return "rl" if command == "vf-rl" else command
-
-
-def _process_exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True

@@ -14,9 +14,10 @@ from typing import Any
 
 from hone.config.sections import EnvConfig
 from hone.environments.environment import Environment
-from hone.environments.isolated import Isolated
 from hone.environments.protocols import native, verifiers_v0
+from hone.environments.protocols.isolated import Isolated
 from hone.environments.protocols.verifiers_v0 import isolated_place
+from hone.environments.protocols.worker_process import WorkerEnvironment
 
 
 def load_environment(env_id: str, **env_args: Any) -> Environment:
@@ -31,12 +32,12 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
 def _load_configured(env: EnvConfig) -> Environment:
     env_id = env.id
     name = env_id.rpartition("/")[2]
-    module_name = name.replace("-", "_")
+    module_name = native.module_of(env_id)
     python = (
         verifiers_v0.python_of(name, module_name, env.venv) if module_name.isidentifier() else None
     )
     if python is not None:
-        return verifiers_v0.Foreign(env_id, env.args, python, env.workers)
+        return verifiers_v0.VerifiersEnv(env_id, env.args, python, env.workers)
     if not module_name.isidentifier() or importlib.util.find_spec(module_name) is None:
         installed = installed_environments()
         near = difflib.get_close_matches(name, installed, n=1, cutoff=0.5)
@@ -52,7 +53,7 @@ def _load_configured(env: EnvConfig) -> Environment:
 
 def add_folder(place: str, env_id: str) -> None:
     """Make an environment in a folder importable: `place`/my_env/my_env.py, or a package there."""
-    folder = Path(place) / env_id.rpartition("/")[2].replace("-", "_")
+    folder = Path(place) / native.module_of(env_id)
     if folder.is_dir():
         sys.path.insert(0, str(folder))
         paths = os.environ.get("PYTHONPATH", "")
@@ -110,8 +111,7 @@ def load_environments(
         environment = _load_configured(env)
         if env.on_reward_error is not None:
             environment.on_reward_error(env.on_reward_error)
-        is_whole = isinstance(environment, verifiers_v0.Foreign)  # runs in worker processes already
-        if env.workers and not is_whole:
+        if env.workers and not isinstance(environment, WorkerEnvironment):
             environment = Isolated(environment, env.id, env.args, env.workers, env.on_reward_error)
         environment.template_arguments = {**(template_arguments or {}), **env.template_arguments}
         environments[env.known_as] = environment

@@ -6,19 +6,18 @@ MODEL, or an adapter's directory ─► `inference` process on a free local port
 
 import contextlib
 import json
-import os
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 
+from hone.child_process import HONE, Process, end_processes, start_process
 from hone.config.sections import LOOPBACK
 from hone.evals.endpoints import Endpoint, find_endpoint, is_named
-from hone.process_report import REPORT_VARIABLE, read_report
+from hone.process_report import read_report
 
 
 def can_be_loaded(model: str) -> bool:
@@ -115,30 +114,20 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.json"
-        own = {
-            "HONE_PARENT_PID": str(os.getpid()),
-            "HONE_API_KEY": "",
-            REPORT_VARIABLE: str(report),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hone", "inference", *words, "--port", "0"],
-            stdin=subprocess.DEVNULL,
+        process = start_process(
+            [*HONE, "inference", *words, "--port", "0"],
+            {"HONE_API_KEY": ""},
+            report,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            env=os.environ | own,
         )
         try:
             yield Endpoint(_await_url(process, report), name, None, is_own=True)
         finally:
-            process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(10.0)
-            process.kill()
-            process.wait()
+            end_processes(process, term_seconds=10.0)
 
 
-def _await_url(process: "subprocess.Popen[bytes]", report: Path) -> str:
+def _await_url(process: Process, report: Path) -> str:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.1)

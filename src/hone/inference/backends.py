@@ -139,9 +139,7 @@ class Vllm:
             serving = asyncio.ensure_future(program)
             while not serving.done():
                 if self.process.process.poll() is not None:
-                    log.error(
-                        "vLLM has ended (%s): so does this server", self.process.describe_failure()
-                    )
+                    log.error("vLLM %s; this server ends too", self.process.describe_failure())
                     self.process.__exit__()
                     # At once, so that clients see the failure and retry elsewhere.
                     os._exit(BACKEND_LOST)
@@ -160,4 +158,4 @@ class Vllm:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with VllmProcess(config, resolve_model(config.model.name)) as process:
             process.process.wait()
-            raise ValueError(f"vLLM has ended ({process.describe_failure()})")
+            raise ValueError(f"vLLM {process.describe_failure()}")

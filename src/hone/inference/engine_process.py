@@ -19,13 +19,13 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from hone.child_process import describe_exit, start_process, wait_or_kill
 from hone.config.inference_config import InferenceConfig
 from hone.config.sections import BACKEND_LOST
 from hone.inference.event_loop import run_event_loop as run_loop
@@ -306,7 +306,7 @@ class Apart:
         self.sock, theirs = socket.socketpair()
         program = f"from hone.inference.engine_process import main; main({theirs.fileno()})"
         words = [sys.executable, "-c", program]
-        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self.process = start_process(words, pass_fds=[theirs.fileno()], start_new_session=False)
         theirs.close()
         self.sock.sendall(encode_frame(self.config))
         return self
@@ -317,7 +317,7 @@ class Apart:
             ready = receive_value(self.sock)
         except (EOFError, OSError):
             raise ValueError(
-                f"the engine's process did not start ({self._describe_failure()})"
+                f"the engine's process {self._describe_failure()} before it was ready"
             ) from None
         if isinstance(ready, BaseException):
             raise ready
@@ -332,25 +332,14 @@ class Apart:
 
     def __exit__(self, *_: object) -> None:
         self.sock.close()  # ends the engine process
-        try:
-            self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        wait_or_kill(self.process, EXIT_SECONDS)
 
     def _describe_failure(self) -> str:
-        try:
-            code = self.process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        return f"killed: {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return describe_exit(wait_or_kill(self.process, EXIT_SECONDS))
 
     def _handle_engine_loss(self) -> None:
         if not self.is_over:
-            log.error(
-                "the engine's process has ended (%s): so does this server", self._describe_failure()
-            )
+            log.error("the engine's process %s: this server ends too", self._describe_failure())
             # At once, so that clients see the failure and retry elsewhere.
             os._exit(BACKEND_LOST)
 

@@ -4,7 +4,8 @@ setup`.
 
 import time
 
-from hone import machine, preemption
+from hone import machine
+from hone.child_process import end_with_parent
 
 
 def main() -> None:
@@ -16,7 +17,7 @@ def main() -> None:
         return
     from hone.kernels.cpu import compiling
 
-    preemption.end_with_parent()
+    end_with_parent()
     start = time.perf_counter()
     with compiling.alone() as has_work:
         if has_work:

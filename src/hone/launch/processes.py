@@ -12,7 +12,6 @@ Each gets its configuration as configs/NAME.toml. A child exits when its launche
 import asyncio
 import contextlib
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from collections import deque
 from pathlib import Path
 
 from hone import preemption
+from hone.child_process import HONE, describe_exit, end_processes, start_process
 from hone.clients.http import NO_SIGN_SECONDS, connect_clients
 from hone.config.base import ConfigError, load_config
 from hone.config.help import to_toml
@@ -35,11 +35,10 @@ from hone.monitors import trackers
 from hone.monitors.events import EventList, Events
 from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import whole_run_line
-from hone.process_report import REPORT_VARIABLE, read_report, reserve_report
+from hone.process_report import read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
-TERM_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 # This many kills of inference within this many seconds end a run.
 MAX_KILLS = 5
 KILLS_WITHIN_SECONDS = 60.0
@@ -140,38 +139,30 @@ class Child:
         self.is_elsewhere = bool(part.node)
         self.words = [
             *on_node(part.node),
-            sys.executable,
-            "-P",
-            "-m",
-            "hone",
+            *HONE,
             part.role,
             "@",
             str(config.absolute()),
         ]
-        own = {
-            "HONE_PARENT_PID": "0" if part.node else str(os.getpid()),
-            "PYTHONUNBUFFERED": "1",
-            REPORT_VARIABLE: str(self.report),
-        }
         secrets = secrets_variable(part.config.model_dump(mode="json"))
-        self.environment = os.environ | part.environment | own | secrets
+        self.environment = {**part.environment, "PYTHONUNBUFFERED": "1", **secrets}
+        if part.node:
+            self.environment["HONE_PARENT_PID"] = "0"
         # Trainer and orchestrator write their own logs and print to the console; inference only has
         # a log.
         self.log = (logs / f"{part.name}.log").open("w") if self.is_server else None
         self.start_process()
 
     def start_process(self) -> None:
-        reserve_report(self.report)
         with contextlib.nullcontext() if self.is_elsewhere else preemption.hold_signals():
-            self.process = subprocess.Popen(
+            self.process = start_process(
                 self.words,
+                self.environment,
+                self.report,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C reaches the launcher, which ends its children in order
-                env=self.environment,
             )
         self.output_ended_at = float("inf")  # time.monotonic()
         self.reader = threading.Thread(target=self._read_output, daemon=True)
@@ -196,13 +187,8 @@ class Child:
         """Return one line on why it ended."""
         self.reader.join(2.0)
         code = self.exit_code() or 0
-        how = (
-            f"was killed ({signal.Signals(-code).name})"
-            if code < 0
-            else f"ended with exit code {code}"
-        )
         error = read_report(self.report).get("error")
-        return f"{self.title} {how}" + (f": {error}" if error else "")
+        return f"{self.title} {describe_exit(code)}" + (f": {error}" if error else "")
 
 
 def on_node(node: str) -> list[str]:
@@ -280,23 +266,8 @@ def find_first_failure(children: list[Child], found: Child) -> Child:
 
 
 def end_children(children: list[Child]) -> None:
-    """End running children: SIGTERM, some seconds, SIGKILL."""
-    running = [child.process for child in children if child.process.poll() is None]
-    for process in running:
-        process.terminate()
-    deadline = time.monotonic() + TERM_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-    # Each child leads a process group: processes that an environment started would outlive it.
-    for child in children:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.process.pid, signal.SIGKILL)
+    """End running children, and what they have started."""
+    end_processes(*(child.process for child in children))
     for child in children:
         child.reader.join(2.0)
         child.report.unlink(missing_ok=True)
-        if child.log:
-            child.log.close()

@@ -8,14 +8,12 @@ first node. Unlike torchrun it forwards SIGUSR1, which asks a run to stop.
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import time
 
 from hone import preemption
+from hone.child_process import HONE, Process, end_processes, start_process
 from hone.launch.plan import environments_of_ranks
-
-TERM_SECONDS = 5.0  # seconds between SIGTERM and SIGKILL
 
 
 def main(argv: list[str]) -> int:
@@ -23,9 +21,8 @@ def main(argv: list[str]) -> int:
     ended.
     """
     args = parse_arguments(argv)
-    own = {"HONE_PARENT_PID": str(os.getpid())}
-    words = [sys.executable, "-P", "-m", "hone", *args.words]
-    ranks: list[subprocess.Popen[bytes]] = []
+    words = [*HONE, *args.words]
+    ranks: list[Process] = []
 
     def forward_signal(number: int, _: object) -> None:
         for rank in ranks:
@@ -35,16 +32,14 @@ def main(argv: list[str]) -> int:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):
             signal.signal(number, forward_signal)
         for given in environments_of_ranks(args.ranks, args.nodes, args.node, args.meet):
-            ranks.append(
-                subprocess.Popen(words, env=os.environ | given | own, start_new_session=True)
-            )
+            ranks.append(start_process(words, given))
     while True:
         codes = [rank.poll() for rank in ranks]
         failed = [code for code in codes if code not in (None, 0, preemption.EXIT_PREEMPTED)]
         if None not in codes:
             return next((_shell_code(code) for code in codes if code), 0)
         if failed:
-            end_ranks(ranks)
+            end_processes(*ranks)
             return _shell_code(failed[0] or 1)
         time.sleep(0.1)
 
@@ -66,18 +61,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     if args.nodes > 1 and not args.meet:
         parser.error("--meet HOST:PORT: several nodes need an address of the first")
     return args
-
-
-def end_ranks(ranks: list["subprocess.Popen[bytes]"]) -> None:
-    """End the ranks: SIGTERM, some seconds, SIGKILL."""
-    for rank in ranks:
-        rank.terminate()
-    deadline = time.monotonic() + TERM_SECONDS
-    while time.monotonic() < deadline and any(rank.poll() is None for rank in ranks):
-        time.sleep(0.1)
-    for rank in ranks:
-        rank.kill()
-        rank.wait()
 
 
 def _shell_code(code: int) -> int:

@@ -1,10 +1,9 @@
 """`rl`: run in one process (colocated.py) or several (processes.py)."""
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator
 
+from hone.child_process import HONE, end_processes, start_process
 from hone.config.rl_config import RLConfig
 from hone.environments import Environment
 from hone.launch.fork import fork_run
@@ -51,10 +50,8 @@ def dashboard_over(config: RLConfig) -> Iterator[None]:
         yield
         return
     config.output_dir.mkdir(parents=True, exist_ok=True)
-    words = [sys.executable, "-P", "-m", "hone", "dashboard", str(config.output_dir)]
-    process = subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+    process = start_process([*HONE, "dashboard", str(config.output_dir)])
     try:
         yield
     finally:
-        process.terminate()
-        process.wait(10)
+        end_processes(process)

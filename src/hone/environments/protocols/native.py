@@ -9,6 +9,11 @@ from hone.environments.environment import Environment
 from hone.users_code import CONTAINED
 
 
+def module_of(env_id: str) -> str:
+    """Return the name of an environment's module: reverse_text for owner/reverse-text."""
+    return env_id.rpartition("/")[2].replace("-", "_")
+
+
 def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
     """Import a module and call its `load_environment`.
 

@@ -1,7 +1,7 @@
 """Environments of the verifiers library, each in a process of its own with the library's Python.
 
-    rollout ── {"begin", row, url} ──► verifiers_worker.py ── POST url/chat/completions ──► Door ─► client.chat
-            ◄─ {"done", messages, reward, metrics} ──┘                                       └ records the turns
+    rollout ── {"rollout", row, url} ──► verifiers_worker.py ── POST url/… ──► PolicyEndpoint ─► client.chat
+            ◄─ {"done", messages, reward, metrics} ──┘                         └ records the turns
 
 Sampled tokens never pass through the library: the endpoint records the turns of a rollout with
 their tokens.
@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone.environments.environment import Environment, ModelClient
-from hone.environments.isolated import ARGUMENTS_VARIABLE, WorkerProcess
+from hone.environments.environment import ModelClient
+from hone.environments.protocols.worker_loop import ARGUMENTS_VARIABLE
+from hone.environments.protocols.worker_process import WorkerEnvironment, WorkerProcess
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
@@ -77,7 +78,7 @@ class _Rows:
         return self.prompts.get(example.id) == example.prompt
 
 
-class Foreign(Environment):
+class VerifiersEnv(WorkerEnvironment):
     """An environment of verifiers in `workers` processes.
 
     `env_id` and `arguments` are passed to the library's load_environment.
@@ -86,11 +87,9 @@ class Foreign(Environment):
     def __init__(
         self, env_id: str, arguments: dict[str, Any], python: Path, workers: int = 1
     ) -> None:
-        super().__init__(dataset=[])
-        self.name = env_id
-        self.words = [str(python), str(SCRIPT), env_id.rpartition("/")[2]]
-        self.arguments = json.dumps(arguments)
-        found = self._load_examples()
+        command = [str(python), str(SCRIPT), env_id.rpartition("/")[2]]
+        super().__init__(env_id, command, arguments, workers)
+        found = self._load_examples(command, arguments)
         self._has_groups = bool(found.get("groups"))
         kept = [_parse_rows(found.get(key)) for key in ("train", "eval")]
         self._train, self._eval = (None if one is None else one.examples for one in kept)
@@ -98,22 +97,19 @@ class Foreign(Environment):
         if not self.get_dataset():
             raise ValueError(f"environment {env_id!r} has no examples")
         # Imported late: a web server that Hone's own environments do not need.
-        from hone.environments.protocols.door import Door
+        from hone.environments.protocols.policy_endpoint import PolicyEndpoint
 
-        self.workers = [
-            WorkerProcess(env_id, self.words, self.arguments) for _ in range(max(1, workers))
-        ]
-        self.door = Door()
+        self.endpoint = PolicyEndpoint()
 
-    def _load_examples(self) -> dict[str, Any]:
+    def _load_examples(self, command: list[str], arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             done = subprocess.run(
-                [*self.words, "examples"],
+                [*command, "examples"],
                 capture_output=True,
                 text=True,
                 timeout=LOAD_SECONDS,
                 check=False,
-                env=os.environ | {ARGUMENTS_VARIABLE: self.arguments},
+                env=os.environ | {ARGUMENTS_VARIABLE: json.dumps(arguments)},
             )
         except subprocess.TimeoutExpired:
             raise ValueError(
@@ -151,56 +147,49 @@ class Foreign(Environment):
             )
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
-        worker = self._choose_worker(example)
+        worker = self._worker_of(example)
         row = next(one.rows[example.id] for one in self._kept if one.has_example(example))
-        async with self.door.open_visit(client, sampling) as visit:
-            asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
-            message = {
-                "begin": 0,
-                "row": row,
-                "url": visit.url,
-                "model": "policy",
-                "sampling": asked,
-            }
-            done = await worker.send_request(message)
-        if visit.full and not visit.turns:
+        asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
+        async with self.endpoint.open_access(client, sampling) as access:
+            message = {"row": row, "url": access.url, "model": "policy", "sampling": asked}
+            done = await worker.request("rollout", message)
+        if access.is_full and not access.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
-        rollout = Rollout(example, visit.turns, done["messages"], stop=done["stop"])
+        rollout = Rollout(example, access.turns, done["messages"], stop=done["stop"])
         rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
         rollout.metrics = {
             name: float(value) for name, value in done["metrics"].items() if value is not None
         }
         rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
-        rollout.seconds = visit.seconds
+        rollout.seconds = access.seconds
         rollout.timings = {
-            "model": visit.model_seconds,
-            "environment": visit.seconds - visit.model_seconds,
+            "model": access.model_seconds,
+            "environment": access.seconds - access.model_seconds,
         }
         return rollout
 
-    def _choose_worker(self, example: Example) -> WorkerProcess:
+    def _worker_of(self, example: Example) -> WorkerProcess:
         """Return the least busy worker; rollouts of a group that is scored together share one."""
         if self._has_groups:
             return self.workers[example.id % len(self.workers)]
-        return min(self.workers, key=lambda one: one.pending_count)
+        return self.choose_worker()
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
         """Score a group with the library's own group scoring."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if not scored:
             return
-        message = {"score": 0, "kept": [rollout.state["kept"] for rollout in scored]}
-        found = await self._choose_worker(scored[0].example).send_request(message)
-        for rollout, one in zip(scored, found["scores"], strict=True):
+        message = {"kept": [rollout.state["kept"] for rollout in scored]}
+        scores = await self._worker_of(scored[0].example).request("score", message)
+        for rollout, one in zip(scored, scores, strict=True):
             rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
             rollout.metrics = {
                 name: float(value) for name, value in one["metrics"].items() if value is not None
             }
 
     async def close(self) -> None:
-        for worker in self.workers:
-            await worker.close()
-        await self.door.close()
+        await super().close()
+        await self.endpoint.close()
 
 
 def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:

@@ -1,8 +1,8 @@
 """Worker for environments of verifiers' v0 API, run by the library's Python, which need not have
 Hone.
 
-    verifiers_worker.py NAME ARGUMENTS examples      writes the examples and exits
-    verifiers_worker.py NAME ARGUMENTS               lines of JSON, the protocol of `hone/environments/isolated.py`
+    verifiers_worker.py NAME examples      writes the examples and exits
+    verifiers_worker.py NAME               serves the protocol of `worker_process.py`
 
 Each rollout receives the address of its own OpenAI endpoint.
 """
@@ -11,10 +11,13 @@ import asyncio
 import importlib.metadata
 import json
 import os
-import queue
 import signal
 import sys
-import threading
+
+# Last: an environment may be named like a file of this directory.
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path = [path for path in sys.path if path != HERE] + [HERE]
+from worker_loop import WorkerLoop  # noqa: E402
 
 LOWEST = (0, 1, 9)
 BELOW = (0, 4)
@@ -90,43 +93,18 @@ def client_of(found, url):
         return AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=None)
     from verifiers.types import ClientConfig
 
-    os.environ["HONE_DOOR_KEY"] = "none"
+    os.environ["HONE_POLICY_KEY"] = "none"
     return ClientConfig(
-        api_key_var="HONE_DOOR_KEY", api_base_url=url, timeout=36000.0, max_retries=0
+        api_key_var="HONE_POLICY_KEY", api_base_url=url, timeout=36000.0, max_retries=0
     )
 
 
 class VerifiersWorker:
-    def __init__(self, environment, found, send):
+    def __init__(self, environment, found):
         self.environment = environment
         self.found = found
-        self.send = send
-        self.running = {}
         self.in_groups = has_groups(environment, found)
         self.kept, self.count = {}, 0  # states of rollouts whose group is incomplete
-
-    def handle_line(self, line):
-        message = json.loads(line)
-        kind, number = next(iter(message.items()))
-        if kind in ("begin", "score"):
-            work = self.rollout(message) if kind == "begin" else self.score(message["kept"])
-            self.running[number] = asyncio.get_running_loop().create_task(
-                self.run_request(number, work)
-            )
-        elif kind == "ping":
-            self.send({"pong": number})
-        elif kind == "cancel" and number in self.running:
-            self.running[number].cancel()
-
-    async def run_request(self, number, work):
-        try:
-            self.send({"done": number, "result": await work})
-        except asyncio.CancelledError:
-            raise
-        except BaseException as error:  # exit() too: it fails this rollout only
-            self.send({"error": number, "words": f"{type(error).__name__}: {error}"})
-        finally:
-            self.running.pop(number, None)
 
     async def rollout(self, message):
         given = message["row"]
@@ -179,56 +157,28 @@ class VerifiersWorker:
         known = {key: state.get(key) for key in ("completion", "stop_condition")}
         return known | {"reward": 0.0, "error": error and repr(error)}, self.count
 
-    async def score(self, numbers):
-        states = [self.kept.pop(number) for number in numbers]
+    async def score(self, message):
+        states = [self.kept.pop(number) for number in message["kept"]]
         rubric = self.environment.rubric
         await rubric.score_group(states)
         for state in states:
             await rubric.cleanup(state)
-        return {
-            "scores": [
-                {"reward": s["reward"], "metrics": to_plain(s.get("metrics") or {})} for s in states
-            ]
-        }
+        return [
+            {"reward": s["reward"], "metrics": to_plain(s.get("metrics") or {})} for s in states
+        ]
 
 
 def main():
-    name = sys.argv[1]
-    arguments = json.loads(os.environ.pop("HONE_ENV_ARGUMENTS", "{}"))
-    # Output of the environment goes to stderr, not between the messages.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    lines = queue.SimpleQueue()
-    sending = threading.Lock()
-
-    def send_message(message):
-        with sending:
-            out.write(json.dumps(message) + "\n")
-            out.flush()
-
-    def read_lines():
-        for line in sys.stdin:
-            if line.startswith('{"alive"'):  # answered even while the environment loads
-                send_message({"alive": -1})
-            else:
-                lines.put(line)
-        os._exit(0)  # the parent is gone
-
-    is_asked = sys.argv[2:] != ["examples"]
-    if is_asked:
-        threading.Thread(target=read_lines, daemon=True).start()
-    environment, found = load_environment(name, arguments)
-    if not is_asked:
-        out.write(json.dumps(list_examples(environment, found)))
-        out.flush()
+    loop = WorkerLoop()
+    is_serving = sys.argv[2:] != ["examples"]
+    if is_serving:
+        loop.start_reading()
+    environment, found = load_environment(sys.argv[1], loop.arguments)
+    if not is_serving:
+        loop.send(list_examples(environment, found))
         os._exit(0)
-
-    async def run_worker():
-        worker = VerifiersWorker(environment, found, send_message)
-        while True:
-            worker.handle_line(await asyncio.to_thread(lines.get))
-
-    asyncio.run(run_worker())
+    worker = VerifiersWorker(environment, found)
+    asyncio.run(loop.serve({"rollout": worker.rollout, "score": worker.score}))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Only this user can open the socket: vLLM's own key does not cover all of its rou
 reachable otherwise.
 """
 
-import contextlib
 import json
 import logging
 import math
@@ -26,6 +25,7 @@ from typing import Any
 import httpx
 
 import hone
+from hone.child_process import describe_exit, end_processes, start_process
 from hone.config.inference_config import InferenceConfig
 from hone.inference.samplers.vllm_files import VllmFiles
 
@@ -117,15 +117,14 @@ class VllmProcess:
 
     def __enter__(self) -> "VllmProcess":
         log.info("Starting vLLM %s with %s", self.version, self.python)
-        self.process = subprocess.Popen(
+        self.process = start_process(
             [sys.executable, "-c", KEEPER, *self.command],
+            self.environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=self.environment,
-            start_new_session=True,
         )
         self.reader = threading.Thread(target=self._read_output, name="vllm", daemon=True)
         self.reader.start()
@@ -138,15 +137,7 @@ class VllmProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(TERM_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        end_processes(self.process, term_seconds=TERM_SECONDS)
         shutil.rmtree(self.home, ignore_errors=True)
 
     def _read_output(self) -> None:
@@ -184,11 +175,8 @@ class VllmProcess:
         """Return one line on why it ended, with its last output."""
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
-        how = (
-            f"killed ({signal.Signals(number).name})"
-            if number in set(signal.Signals)
-            else f"exit code {code}"
-        )
+        is_signal = number in set(signal.Signals)
+        how = describe_exit(-number if is_signal else code or 0)
         errors = [
             line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line
         ]

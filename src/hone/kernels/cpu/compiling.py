@@ -30,7 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hone import machine, preemption
+from hone import machine
+from hone.child_process import end_with_parent
 
 COMPLETE = "complete"  # a file in the directory of kernels, when all are there
 log = logging.getLogger("hone")
@@ -195,7 +196,7 @@ def alone() -> Iterator[bool]:
 def _works() -> None:
     global _compiles_itself
     _compiles_itself = True
-    preemption.end_with_parent()
+    end_with_parent()
 
 
 def _compile(call: Call) -> None:

@@ -41,14 +41,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class Visit:
-    """Access of one rollout, and its turns. `full`: a conversation left no room for an answer."""
+class RolloutAccess:
+    """Access of one rollout to the policy, and its turns.
+
+    `is_full`: the context had no room for an answer.
+    """
 
     url: str
     client: ModelClient
     sampling: Sampling
     turns: list[Turn] = field(default_factory=list)
-    full: bool = False
+    is_full: bool = False
     seconds: float = 0.0
     model_seconds: float = 0.0
 
@@ -58,29 +61,31 @@ class _Server(uvicorn.Server):
         return contextlib.nullcontext()  # the program handles signals
 
 
-class Door:
-    """A server on 127.0.0.1, started with its first visit."""
+class PolicyEndpoint:
+    """OpenAI-compatible server of the policy on 127.0.0.1, started when first used."""
 
     def __init__(self) -> None:
         self.secret = secrets.token_urlsafe(16)
         self.numbers = itertools.count()
-        self.visits: dict[int, Visit] = {}
+        self.accesses: dict[int, RolloutAccess] = {}
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def open_visit(self, client: ModelClient, sampling: Sampling) -> AsyncIterator[Visit]:
+    async def open_access(
+        self, client: ModelClient, sampling: Sampling
+    ) -> AsyncIterator[RolloutAccess]:
         number = next(self.numbers)
-        visit = Visit(
+        access = RolloutAccess(
             f"http://127.0.0.1:{await self._get_port()}/{self.secret}/{number}/v1", client, sampling
         )
-        self.visits[number] = visit
+        self.accesses[number] = access
         start = time.perf_counter()
         try:
-            yield visit
+            yield access
         finally:
-            visit.seconds = time.perf_counter() - start
-            del self.visits[number]
+            access.seconds = time.perf_counter() - start
+            del self.accesses[number]
 
     async def close(self) -> None:
         server = self._server
@@ -120,17 +125,17 @@ class Door:
         port: int = self._socket.getsockname()[1]
         return port
 
-    def _find_visit(self, request: Request) -> Visit | None:
+    def _find_access(self, request: Request) -> RolloutAccess | None:
         if not secrets.compare_digest(request.path_params["secret"], self.secret):
             return None
-        return self.visits.get(request.path_params["number"])
+        return self.accesses.get(request.path_params["number"])
 
     async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
 
     async def _answer_chat(self, request: Request) -> Response:
-        visit = self._find_visit(request)
-        if visit is None:
+        access = self._find_access(request)
+        if access is None:
             return _build_refusal(404, "there is no such rollout any more")
         body = json.loads(await request.body())
         for key, neutral in NEUTRAL.items():
@@ -140,23 +145,23 @@ class Door:
                     f"{key} = {body[key]!r} is not supported where a policy is trained; leave it out",
                 )
         wanted = body.get("max_completion_tokens") or body.get("max_tokens")
-        sampling = visit.sampling
+        sampling = access.sampling
         if wanted is not None:
             sampling = replace(sampling, max_tokens=min(int(wanted), sampling.max_tokens))
         start = time.perf_counter()
         try:
             tools = None if body.get("tool_choice") == "none" else body.get("tools") or None
-            turn = await visit.client.chat(body["messages"], sampling, tools)
+            turn = await access.client.chat(body["messages"], sampling, tools)
         except ContextFull as error:
-            visit.full = True
+            access.is_full = True
             return _build_refusal(400, str(error))
         except (ValueError, RuntimeError) as error:
             return _build_refusal(400, str(error))
         except ConnectionError as error:
             return _build_refusal(503, str(error))
         finally:
-            visit.model_seconds += time.perf_counter() - start
-        visit.turns.append(turn)
+            access.model_seconds += time.perf_counter() - start
+        access.turns.append(turn)
         answer = _encode_completion(turn)
         return _stream_answer(answer) if body.get("stream") else JSONResponse(answer)
 

@@ -1,0 +1,243 @@
+"""Worker processes of environments: a worker that blocks or crashes costs its rollouts and no more.
+
+    WorkerProcess ── {"rollout": 7, …} or {"score": 7, …} ──►  handler in the worker (worker_loop.py)
+                  ◄─ {"chat": 7, "question": 2, messages, sampling, tools} ─   optional: asks the policy
+                  ── {"reply": 7, "question": 2, turn} or {…, error, code} ──►
+                  ◄─ {"done": 7, "result": …} or {"error": 7, "message": …} ──
+    also: {"cancel": 7}; {"ping": -1} ► {"pong": -1} of its event loop; {"alive": -1} both ways, of a thread
+
+Messages are lines of JSON over the worker's standard input and output. A worker of another library
+receives the address of an OpenAI endpoint with each rollout instead of asking (`policy_endpoint.py`).
+A dead worker is replaced; its rollouts fail and are retried like others. A stopped worker is
+killed, and so is one that blocks while a rollout is out of time.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import logging
+import os
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hone import machine
+from hone.child_process import describe_exit
+from hone.environments.environment import Environment, ModelClient
+from hone.environments.protocols.worker_loop import ARGUMENTS_VARIABLE
+from hone.records import ContextFull, Sampling
+
+ANSWER_SECONDS = 5.0  # seconds in which a responsive worker answers
+# Seconds between checks of a busy worker; a thread answers even if its loop blocks.
+CHECK_SECONDS = 3.0
+START_SECONDS = 120.0  # seconds in which a worker has to import its environment and respond
+MAX_MESSAGE_BYTES = 2**28  # bytes of a message, at most
+
+log = logging.getLogger("hone.environments")
+
+
+@dataclass
+class _Pending:
+    """A request in a worker: the future that awaits it, its client, and its process."""
+
+    future: asyncio.Future[Any]
+    client: ModelClient | None
+    process: asyncio.subprocess.Process | None = None
+
+
+class WorkerProcess:
+    """A worker process that is restarted when it dies.
+
+    Args:
+        name: of its environment, for messages.
+        command: command line of the worker.
+        arguments: keyword arguments of the environment.
+    """
+
+    def __init__(self, name: str, command: list[str], arguments: dict[str, Any]) -> None:
+        self.name = name
+        self.command = command
+        self.environment = os.environ | {ARGUMENTS_VARIABLE: json.dumps(arguments)}
+        self.process: asyncio.subprocess.Process | None = None
+        self._pending: dict[int, _Pending] = {}
+        self._request_ids = itertools.count()
+        self._reader: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._starting = asyncio.Lock()
+        self._has_answered = asyncio.Event()
+        self._last, self._is_up = 0.0, False  # when it last responded, and if it ever has
+
+    @property
+    def pending_count(self) -> int:
+        return len(self._pending)
+
+    async def request(
+        self, kind: str, message: dict[str, Any], client: ModelClient | None = None
+    ) -> Any:
+        """Send a request and return its result. `client` answers the worker's chats.
+
+        Raises ConnectionError if the worker dies, RuntimeError if the environment raises.
+        """
+        request_id = next(self._request_ids)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        pending = self._pending[request_id] = _Pending(future, client)
+        try:
+            pending.process = await self._start_process()
+            self._send({kind: request_id, **message})
+            return await future
+        except asyncio.CancelledError:  # timed out
+            self._send({"cancel": request_id})
+            self._run_task(self._kill_unless_it_answers())
+            raise
+        finally:
+            self._pending.pop(request_id, None)
+
+    def change_command(self, command: list[str]) -> None:
+        """Set the command of future processes; an idle process is ended for it."""
+        is_changed = command != self.command
+        self.command = command
+        if is_changed and not self._pending:
+            self._kill(self.process)
+
+    async def close(self) -> None:
+        process = self.process
+        self.process = None
+        if process is not None and process.returncode is None:
+            process.kill()
+            await process.wait()
+        for task in [*self._tasks, *([self._reader] if self._reader else [])]:
+            task.cancel()
+        # The next event loop may be another one.
+        self._starting = asyncio.Lock()
+        self._has_answered = asyncio.Event()
+
+    def _run_task(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _start_process(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self.process is not None and self.process.returncode is None:
+                return self.process
+            pipe = asyncio.subprocess.PIPE
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=pipe,
+                stdout=pipe,
+                limit=MAX_MESSAGE_BYTES,
+                env=self.environment,
+            )
+            self._reader = asyncio.create_task(self._read_messages(self.process))
+            self._run_task(self._watch_process(self.process))
+            return self.process
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            # The worker has died: `_read_messages` reports it.
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self.process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            message: dict[str, Any] = json.loads(line)
+            kind, request_id = next(iter(message.items()))
+            self._last = time.monotonic()
+            self._is_up = True
+            if kind != "alive":
+                self._has_answered.set()
+            pending = self._pending.get(request_id)
+            if pending is None or pending.future.done():
+                continue
+            if kind == "chat" and pending.client is not None:
+                self._run_task(self._answer_chat(request_id, pending.client, message))
+            elif kind == "done":
+                pending.future.set_result(message["result"])
+            else:
+                pending.future.set_exception(RuntimeError(message["message"]))
+        error = ConnectionError(f"the worker of {self.name} {describe_exit(await process.wait())}")
+        for pending in self._pending.values():
+            # Other requests belong to its successor.
+            if pending.process is process and not pending.future.done():
+                pending.future.set_exception(error)
+
+    async def _answer_chat(
+        self, request_id: int, client: ModelClient, message: dict[str, Any]
+    ) -> None:
+        reply: dict[str, Any] = {"reply": request_id, "question": message["question"]}
+        sampling = Sampling.from_json(message["sampling"])
+        try:
+            turn = await client.chat(message["messages"], sampling, message.get("tools"))
+        except Exception as error:  # reported to the environment
+            code = "context_full" if isinstance(error, ContextFull) else "failed"
+            self._send({**reply, "code": code, "error": f"{type(error).__name__}: {error}"})
+        else:
+            self._send({**reply, "turn": asdict(turn)})
+
+    async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
+        """Kill the process if it shows no sign of life while it has work."""
+        self._last = time.monotonic()
+        self._is_up = False
+        while process.returncode is None:
+            before = time.monotonic()
+            self._send({"alive": -1})
+            await asyncio.sleep(CHECK_SECONDS)
+            if time.monotonic() - before > 2 * CHECK_SECONDS:  # this process itself was suspended
+                self._last = time.monotonic()
+            limit = machine.silence_seconds() if self._is_up else START_SECONDS
+            if time.monotonic() - self._last > limit and process.returncode is None:
+                log.warning(
+                    "The worker of %s (%d) has not responded for %.0f s: it is killed, and its %d rollouts are "
+                    "retried",
+                    self.name,
+                    process.pid,
+                    limit,
+                    len(self._pending),
+                )
+                process.kill()
+
+    async def _kill_unless_it_answers(self) -> None:
+        """Kill the worker if its event loop hangs, which would block its other rollouts."""
+        process = self.process
+        self._has_answered.clear()
+        self._send({"ping": -1})
+        try:
+            await asyncio.wait_for(self._has_answered.wait(), ANSWER_SECONDS)
+        except TimeoutError:
+            self._kill(process)
+
+    @staticmethod
+    def _kill(process: asyncio.subprocess.Process | None) -> None:
+        if process is not None and process.returncode is None:
+            process.kill()
+
+
+class WorkerEnvironment(Environment):
+    """Base class of environments whose rollouts are made by worker processes.
+
+    Args:
+        name: the environment's id.
+        command: command line of a worker.
+        arguments: keyword arguments of the environment.
+        workers: number of processes.
+    """
+
+    def __init__(
+        self, name: str, command: Sequence[str], arguments: dict[str, Any], workers: int
+    ) -> None:
+        super().__init__(dataset=[])
+        self.name = name
+        self.workers = [
+            WorkerProcess(name, list(command), arguments) for _ in range(max(1, workers))
+        ]
+
+    def choose_worker(self) -> WorkerProcess:
+        """Return the worker with the fewest pending requests."""
+        return min(self.workers, key=lambda worker: worker.pending_count)
+
+    async def close(self) -> None:
+        for worker in self.workers:
+            await worker.close()
