@@ -20,7 +20,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent / "reverse_text_tiny"))
 from demo import ROOT, last_weights, run, server
 
-from hone.preemption import end_with_parent
+from hone.child_process import end_with_parent
 
 
 def evaluate(model: str, env: dict, settings: dict, place: list[str]) -> dict:

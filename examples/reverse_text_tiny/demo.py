@@ -20,7 +20,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-from hone.preemption import end_with_parent
+from hone.child_process import end_with_parent
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent

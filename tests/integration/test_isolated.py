@@ -83,8 +83,7 @@ def test_a_worker_that_was_stopped_is_named_killed_and_replaced_and_one_that_blo
 
     run(environment, program)
     assert (
-        "The worker of isolated-env" in caplog.text
-        and "its 1 rollouts are retried" in caplog.text
+        "The worker of isolated-env" in caplog.text and "its 1 rollouts are retried" in caplog.text
     )
 
 

@@ -228,9 +228,7 @@ def test_a_server_started_again_gets_weights_from_memory(trained, tmp_path, star
     assert run.process.wait(HANG_SECONDS) == 0, run.log.read_text()
     log = run.log.read_text()
     assert "did not answer within" not in log  # a server that is gone is known to be at once
-    assert (
-        "inference was killed (SIGKILL); started again" in log and " is back, with version " in log
-    )
+    assert "inference was killed (SIGKILL); restarted" in log and " is back, with version " in log
     assert len(metrics(tmp_path / "run")) == 150
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ import hone.environments as vf
 from hone.evals import vf_eval
 from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.compare import compare_results
-from hone.evals.held_out import attempt_rollouts
+from hone.evals.held_out import RolloutPlan, attempt_rollouts
 from hone.evals.page import write_page
 from hone.evals.paired_statistics import clustered_error, paired_difference, pass_at_k
 from hone.evals.results import Folder
@@ -88,10 +89,10 @@ SETTINGS = {
 
 def evaluate(client, folder=None, known=None):
     env, sampling = environment(), Sampling()
-    done = None if folder is None else folder.append_rollout
-    return asyncio.run(
-        attempt_rollouts(env, client, env.get_dataset(), 2, sampling, known=known, done=done)
-    )
+    plan = RolloutPlan(2, sampling, finished=known or {})
+    if folder is not None:
+        plan = replace(plan, on_rollout=folder.append_rollout)
+    return asyncio.run(attempt_rollouts(env, client, env.get_dataset(), plan))
 
 
 def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys):
@@ -141,19 +142,14 @@ def test_a_summary_counts_what_failed_and_why_conversations_ended():
 
 def test_nothing_more_is_asked_of_a_server_that_refuses_everything():
     env, client, failed = environment(), Digits(fails=lambda seed: True), []
-    done = lambda i, rollout: failed.append(i)  # noqa: E731
-    rollouts = asyncio.run(
-        attempt_rollouts(
-            env,
-            client,
-            env.get_dataset(),
-            2,
-            Sampling(),
-            at_once=2,
-            done=done,
-            give_up=lambda: len(failed) >= 4,
-        )
+    plan = RolloutPlan(
+        2,
+        Sampling(),
+        max_in_flight=2,
+        on_rollout=lambda number, rollout: failed.append(number),
+        gives_up=lambda: len(failed) >= 4,
     )
+    rollouts = asyncio.run(attempt_rollouts(env, client, env.get_dataset(), plan))
     assert len(client.asked) < 12 and all(rollout.error for rollout in rollouts)
 
 

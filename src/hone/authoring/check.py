@@ -11,7 +11,7 @@ from hone.authoring.demonstrations import NotKnown, demonstrate_rollout
 from hone.clients.http import HttpClient
 from hone.environments import Environment
 from hone.environments.attempt import attempt
-from hone.evals.held_out import attempt_rollouts
+from hone.evals.held_out import RolloutPlan, attempt_rollouts
 from hone.records import Completion, Example, Prompt, Rollout, Sampling, Turn
 from hone.text.printable import make_printable
 from hone.text.tokenizer import Tokenizer
@@ -193,7 +193,9 @@ async def check_signal(
     async with HttpClient(args.api_base_url, args.model) as client:
         await client.wait_until_serving()
         sampling = Sampling(1.0, args.max_tokens, args.seed)
-        rollouts = await attempt_rollouts(environment, client, chosen, n, sampling, at_once=64)
+        rollouts = await attempt_rollouts(
+            environment, client, chosen, RolloutPlan(n, sampling, max_in_flight=64)
+        )
     groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
     spread = sum(len({r.reward for r in group if not r.error}) > 1 for group in groups)
     rewards = [r.reward for r in rollouts if not r.error]

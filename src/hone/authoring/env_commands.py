@@ -17,6 +17,10 @@ def main(argv: list[str]) -> int:
     return command(args)
 
 
+Add = Callable[..., Any]  # add_argument of a parser
+LOADED = "environment id, as in reverse-text"
+
+
 def parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hone env", description="Make, install, list and check environments."
@@ -25,31 +29,40 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
     def add_command(
         name: str, work: Callable[[argparse.Namespace], int], words: str, takes: str = ""
-    ) -> Any:
+    ) -> Add:
         one = commands.add_parser(name, help=words, description=words)
         one.set_defaults(work=work)
         if takes:
             one.add_argument("env", help=takes)
         return one.add_argument
 
-    loaded = "environment id, as in reverse-text"
+    _describe_init(add_command)
+    _describe_install(add_command)
+    _describe_list(add_command)
+    _describe_check(add_command)
+    _describe_data(add_command)
+    _describe_model(add_command)
+    return parser.parse_args(argv)
 
-    def add_loading(more: Any) -> None:
-        more(
-            "-a",
-            "--env-args",
-            type=json_object,
-            default={},
-            help="arguments of load_environment as JSON",
-        )
-        more(
-            "-p",
-            "--env-dir-path",
-            default="environments",
-            help="folder with environments that are not installed",
-        )
-        more("--seed", type=int, default=0, help="of the draws (default 0)")
 
+def _add_loading_options(more: Add) -> None:
+    more(
+        "-a",
+        "--env-args",
+        type=json_object,
+        default={},
+        help="arguments of load_environment as JSON",
+    )
+    more(
+        "-p",
+        "--env-dir-path",
+        default="environments",
+        help="folder with environments that are not installed",
+    )
+    more("--seed", type=int, default=0, help="of the draws (default 0)")
+
+
+def _describe_init(add_command: Callable[..., Add]) -> None:
     more = add_command(
         "init",
         _run_init,
@@ -62,6 +75,9 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default="environments",
         help="folder to make it in (default environments)",
     )
+
+
+def _describe_install(add_command: Callable[..., Add]) -> None:
     more = add_command(
         "install",
         _run_install,
@@ -81,14 +97,20 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=[],
         help="a further requirement, as in verifiers==0.1.14",
     )
+
+
+def _describe_list(add_command: Callable[..., Add]) -> None:
     add_command("list", _run_list, "List the environments that are installed here.")
+
+
+def _describe_check(add_command: Callable[..., Add]) -> None:
     more = add_command(
         "check",
         _run_check,
         "Try an environment's rewards and say what would go wrong in training.",
-        loaded,
+        LOADED,
     )
-    add_loading(more)
+    _add_loading_options(more)
     more(
         "-n", "--num-examples", type=parse_positive, default=16, help="examples to try (default 16)"
     )
@@ -114,13 +136,16 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="model directory whose tokenizer counts the tokens of prompts",
     )
     more("--seq-len", type=parse_positive, help="most tokens that a prompt may have")
+
+
+def _describe_data(add_command: Callable[..., Add]) -> None:
     more = add_command(
         "data",
         _run_data,
         "Write conversations for SFT from what the environment demonstrates.",
-        loaded,
+        LOADED,
     )
-    add_loading(more)
+    _add_loading_options(more)
     more("-o", "--out", type=Path, required=True, help="JSONL file with a `messages` column")
     more(
         "-n",
@@ -129,17 +154,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=1000,
         help="conversations (default 1000)",
     )
+
+
+def _describe_model(add_command: Callable[..., Add]) -> None:
     more = add_command(
         "model",
         _run_model,
         "Write a tiny model without weights to try the environment with on a CPU.",
-        loaded,
+        LOADED,
     )
-    add_loading(more)
+    _add_loading_options(more)
     more("-o", "--out", type=Path, required=True, help="its directory")
     more("--hidden", type=parse_positive, default=128, help="width, a multiple of 32 (default 128)")
     more("--layers", type=parse_positive, default=3, help="layers (default 3)")
-    return parser.parse_args(argv)
 
 
 def load_named(args: argparse.Namespace) -> Any:

@@ -342,7 +342,6 @@ class VfRLConfig(Config):
     def _as_rl(self) -> dict[str, Any]:
         args = self.trainer.args
         inference = _parse_server_flags(self.inference.args, self.trainer.args)
-        scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
         wandb = args.wandb or (WandbConfig() if "wandb" in (args.report_to or []) else None)
         if wandb is not None and wandb.name is None:
             wandb = wandb.model_copy(update={"name": args.run_name})
@@ -362,44 +361,66 @@ class VfRLConfig(Config):
             "wandb": wandb and wandb.model_dump(),
             "tensorboard": {} if "tensorboard" in (args.report_to or []) else None,
             "inference": inference,
-            "orchestrator": {
+            "orchestrator": self._orchestrator_values(),
+            "trainer": self._trainer_values(),
+        }
+        if args.save_strategy == "steps":
+            values |= {
+                "weights": {"interval": args.save_steps},
+                "ckpt": {"interval": args.save_steps},
+            }
+        return values
+
+    def _orchestrator_values(self) -> dict[str, Any]:
+        args = self.trainer.args
+        values: dict[str, Any] = {
+            "env": [self.env.model_dump()],
+            "batch_size": args.batch_size,
+            "rollouts_per_example": args.rollouts_per_example,
+            "sampling": {
+                "temperature": args.temperature,
+                "max_tokens": args.max_tokens,
+                "top_p": args.top_p,
+                "top_k": args.top_k or 0,
+                "min_p": args.min_p or 0.0,
+                "repetition_penalty": args.repetition_penalty,
+                "presence_penalty": args.presence_penalty,
+                "frequency_penalty": args.frequency_penalty,
+            },
+            "max_prompt_tokens": args.max_prompt_len,
+            "truncated": args.truncation_handling,
+            "rollout_timeout": args.generation_timeout,
+            "client": {"ready_timeout": args.vllm_server_timeout},
+        }
+        if args.eval_strategy == "steps":
+            values["eval"] = {
                 "env": [self.env.model_dump()],
-                "batch_size": args.batch_size,
-                "rollouts_per_example": args.rollouts_per_example,
-                "sampling": {
-                    "temperature": args.temperature,
-                    "max_tokens": args.max_tokens,
-                    "top_p": args.top_p,
-                    "top_k": args.top_k or 0,
-                    "min_p": args.min_p or 0.0,
-                    "repetition_penalty": args.repetition_penalty,
-                    "presence_penalty": args.presence_penalty,
-                    "frequency_penalty": args.frequency_penalty,
-                },
-                "max_prompt_tokens": args.max_prompt_len,
-                "truncated": args.truncation_handling,
-                "rollout_timeout": args.generation_timeout,
-                "client": {"ready_timeout": args.vllm_server_timeout},
+                "interval": args.eval_steps,
+                "max_tokens": args.max_tokens,
+            }
+        return values
+
+    def _trainer_values(self) -> dict[str, Any]:
+        args = self.trainer.args
+        scheduler = args.lr_scheduler_type.removesuffix("_with_warmup")
+        values: dict[str, Any] = {
+            "optim": {
+                "lr": args.learning_rate,
+                "weight_decay": args.weight_decay,
+                "max_norm": args.max_grad_norm,
+                "betas": [args.adam_beta1, args.adam_beta2],
             },
-            "trainer": {
-                "optim": {
-                    "lr": args.learning_rate,
-                    "weight_decay": args.weight_decay,
-                    "max_norm": args.max_grad_norm,
-                    "betas": [args.adam_beta1, args.adam_beta2],
-                },
-                "scheduler": {"type": scheduler, "warmup_steps": args.warmup_steps},
-                "loss": {
-                    "mask_ratio_low": args.mask_ratio_low,
-                    "mask_ratio_high": args.mask_ratio_high,
-                },
-                "micro_batch_tokens": args.micro_batch_size * args.max_seq_len,
-                "activation_checkpointing": args.gradient_checkpointing,
+            "scheduler": {"type": scheduler, "warmup_steps": args.warmup_steps},
+            "loss": {
+                "mask_ratio_low": args.mask_ratio_low,
+                "mask_ratio_high": args.mask_ratio_high,
             },
+            "micro_batch_tokens": args.micro_batch_size * args.max_seq_len,
+            "activation_checkpointing": args.gradient_checkpointing,
         }
         if args.use_lora:
             targets = args.lora_target_modules
-            values["trainer"]["lora"] = LoRAConfig(
+            values["lora"] = LoRAConfig(
                 rank=args.lora_rank,
                 alpha=args.lora_alpha,
                 rslora=args.lora_use_rslora,
@@ -407,17 +428,6 @@ class VfRLConfig(Config):
                 targets=targets if isinstance(targets, list) else None,
                 modules_to_save=args.lora_modules_to_save or [],
             ).model_dump()
-        if args.eval_strategy == "steps":
-            values["orchestrator"]["eval"] = {
-                "env": [self.env.model_dump()],
-                "interval": args.eval_steps,
-                "max_tokens": args.max_tokens,
-            }
-        if args.save_strategy == "steps":
-            values |= {
-                "weights": {"interval": args.save_steps},
-                "ckpt": {"interval": args.save_steps},
-            }
         return values
 
     def _place_gpus(self, gpus: int) -> dict[str, Any]:

@@ -54,21 +54,9 @@ class Guard:
 
     def find_refusal(self, method: str, path: str, headers: Headers) -> tuple[int, str] | None:
         """Return the status and reason of a refusal, or None if the request is allowed."""
-        host = headers.get("host", "")
-        origin = headers.get("origin")
-        try:
-            name, netloc = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
-        except ValueError:
-            return 403, "Host or Origin is no address"
-        if self.on_loopback and not is_loopback(name):
-            return 403, f"Host {host!r} is not this machine's loopback address"
-        if origin is not None and netloc != host:
-            return 403, f"Origin {origin!r} is another site"
-        if headers.get("sec-fetch-site", "same-origin") not in (
-            "same-origin",
-            "none",
-        ) and path.startswith("/api"):
-            return 403, "asked by the page of another site"
+        refusal = self._find_site_refusal(path, headers)
+        if refusal is not None:
+            return 403, refusal
         is_large = headers.get("content-length", "0")
         if not is_large.isdigit() or int(is_large) > MAX_BODY_BYTES:
             return 413, f"more than {MAX_BODY_BYTES} bytes"
@@ -77,6 +65,25 @@ class Guard:
         given = headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.token.encode()):
             return 401, "the token of this dashboard is needed: open the address that it printed"
+        return None
+
+    def _find_site_refusal(self, path: str, headers: Headers) -> str | None:
+        """Return why a request of another site or host is refused, or None."""
+        host = headers.get("host", "")
+        origin = headers.get("origin")
+        try:
+            name, netloc = urlsplit(f"//{host}").hostname or "", urlsplit(origin or "").netloc
+        except ValueError:
+            return "Host or Origin is no address"
+        if self.on_loopback and not is_loopback(name):
+            return f"Host {host!r} is not this machine's loopback address"
+        if origin is not None and netloc != host:
+            return f"Origin {origin!r} is another site"
+        if headers.get("sec-fetch-site", "same-origin") not in (
+            "same-origin",
+            "none",
+        ) and path.startswith("/api"):
+            return "asked by the page of another site"
         return None
 
 

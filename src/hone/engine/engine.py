@@ -99,30 +99,17 @@ class Engine:
         With `stand_in`, CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`);
         which requests are computed together then depends on timing.
         """
-        weight = model.embed.weight
-        spec = model.spec
-        limit = spec.max_position_embeddings
-        if max_model_len and max_model_len > limit:
-            raise ValueError(
-                f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}"
-            )
         self.model = model
-        self.device = weight.device
+        self.device = model.embed.weight.device
         self.max_batch_size = max_batch_size
         self.configured_len = max_model_len
         self.kv_cache_gib = kv_cache_gib
         self.prefill_tokens = prefill_tokens
         self.stand_in = stand_in
+        self.max_model_len, allowed = _find_limits(model, max_model_len, kv_cache_gib)
         # The cache holds what is allowed, but no more than all slots can fill.
-        allowed = int(kv_cache_gib * 2**30) // (spec.cache_numbers * weight.dtype.itemsize)
-        wanted = max_model_len or 1
-        if wanted > allowed:
-            raise ValueError(
-                f"kv_cache_gib {kv_cache_gib} holds {allowed} tokens of this model, max_model_len is {wanted}"
-            )
-        self.max_model_len = max_model_len or min(limit, allowed)
         tokens = min(allowed, max_batch_size * self.max_model_len)
-        self.cache = KVCache(spec, weight.dtype, self.device, tokens)
+        self.cache = KVCache(model.spec, model.embed.weight.dtype, self.device, tokens)
         self.pool = self.cache.pool
         self.slots = Slots(
             max_batch_size,
@@ -145,9 +132,8 @@ class Engine:
             else None
         )
         self.version = version
-        self.completions = self.tokens_read = self.tokens_written = (
-            0  # requests finished, their prompt tokens, their generated tokens
-        )
+        # Requests finished, their prompt tokens, their generated tokens.
+        self.completions = self.tokens_read = self.tokens_written = 0
         self.admission = Admission(self.cache, self.slots)
         self.decoding: list[Sequence] = []
         self.steps = 0  # decode steps so far
@@ -532,3 +518,23 @@ class Engine:
         self.tokens_read += len(sequence.prompt_ids)
         self.tokens_written += count
         sequence.on_finish(sequence.build_completion(count, reason))
+
+
+def _find_limits(
+    model: Transformer, max_model_len: int | None, kv_cache_gib: float
+) -> tuple[int, int]:
+    """Return the longest sequence and the tokens that the cache may hold. Raises ValueError."""
+    spec = model.spec
+    limit = spec.max_position_embeddings
+    if max_model_len and max_model_len > limit:
+        raise ValueError(
+            f"max_model_len {max_model_len} is over the model's max_position_embeddings {limit}"
+        )
+    token_bytes = spec.cache_numbers * model.embed.weight.dtype.itemsize
+    allowed = int(kv_cache_gib * 2**30) // token_bytes
+    wanted = max_model_len or 1
+    if wanted > allowed:
+        raise ValueError(
+            f"kv_cache_gib {kv_cache_gib} holds {allowed} tokens of this model, max_model_len is {wanted}"
+        )
+    return max_model_len or min(limit, allowed), allowed

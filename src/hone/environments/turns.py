@@ -95,20 +95,7 @@ class MultiTurnEnv(Environment):
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         # The rollouts of a group share the example.
         start = time.perf_counter()
-        own = example.copy()
-        state: State = {
-            "prompt": own.prompt,
-            "completion": [],
-            "answer": own.answer,
-            "info": own.info,
-            "task": example.task,
-            "example_id": example.id,
-            "turn": 0,
-            "trajectory": [],
-            "metrics": {},
-            "is_completed": False,
-            "stop_condition": None,
-        }
+        state = _first_state(example.copy())
         turns: list[Turn] = []
         asked = 0.0  # seconds spent in the model
         try:
@@ -214,6 +201,22 @@ BUILT_IN: dict[str, Callable[[MultiTurnEnv, State], bool]] = {
     "max_turns_reached": lambda environment, state: state["turn"] >= environment.max_turns > 0,
     "has_final_env_response": lambda _, state: state.get("final_env_response") is not None,
 }
+
+
+def _first_state(example: Example) -> State:
+    return {
+        "prompt": example.prompt,
+        "completion": [],
+        "answer": example.answer,
+        "info": example.info,
+        "task": example.task,
+        "example_id": example.id,
+        "turn": 0,
+        "trajectory": [],
+        "metrics": {},
+        "is_completed": False,
+        "stop_condition": None,
+    }
 
 
 def _parse_messages(given: Any, state: State) -> list[Message]:

@@ -2,6 +2,7 @@
 
 import argparse
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,58 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         description="Evaluate a model behind an OpenAI-compatible server on an environment.",
         epilog="Exit code 1 when more rollouts failed than --fail-above allows.",
     )
-    add = parser.add_argument
+    _add_task_options(parser.add_argument_group("what is evaluated").add_argument)
+    _add_model_options(parser.add_argument_group("the model").add_argument)
+    _add_sampling_options(parser.add_argument_group("sampling").add_argument)
+    _add_result_options(parser.add_argument_group("results").add_argument)
+    args = parser.parse_args(argv)
+    args.sampling_args = with_template(
+        flatten_extra_body(args.sampling_args), args.template_arguments
+    )
+    if args.env is None and args.compare is None:
+        parser.error(
+            "which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1"
+        )
+    return args
+
+
+def _add_task_options(add: Callable[..., Any]) -> None:
     add(
         "env",
         nargs="?",
         help="environment id, as in reverse-text; or a TOML file with [[eval]] entries",
     )
+    add(
+        "-a",
+        "--env-args",
+        type=json_object,
+        default={},
+        help="arguments of load_environment as JSON",
+    )
+    add(
+        "-p",
+        "--env-dir-path",
+        default="environments",
+        help="folder with environments that are not installed",
+    )
+    add(
+        "-n",
+        "--num-examples",
+        type=parse_example_count,
+        default=5,
+        help="examples to evaluate, -1 for all (default 5)",
+    )
+    add(
+        "-r",
+        "--rollouts-per-example",
+        type=parse_positive,
+        default=3,
+        help="rollouts of each (default 3)",
+    )
+    add("--seed", type=int, default=0, help="of the draws (default 0)")
+
+
+def _add_model_options(add: Callable[..., Any]) -> None:
     add(
         "-m",
         "--model",
@@ -60,24 +107,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="endpoint registry (.py or .toml) with ENDPOINTS",
     )
     add(
-        "-p",
-        "--env-dir-path",
-        default="environments",
-        help="folder with environments that are not installed",
+        "--chat-template",
+        help="of a model that is loaded here: a file, the name of one of Hone's, or its text",
     )
     add(
-        "-n",
-        "--num-examples",
-        type=parse_example_count,
-        default=5,
-        help="examples to evaluate, -1 for all (default 5)",
-    )
-    add(
-        "-r",
-        "--rollouts-per-example",
-        type=parse_positive,
-        default=3,
-        help="rollouts of each (default 3)",
+        "--template-arguments",
+        type=json_object,
+        default={},
+        help="arguments of the chat template as JSON",
     )
     add(
         "-c",
@@ -86,6 +123,21 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default=32,
         help="requests in flight (default 32)",
     )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds until a request is given up (default 600)",
+    )
+    add(
+        "--max-retries",
+        type=int,
+        default=0,
+        help="further attempts at a rollout that failed (default 0)",
+    )
+
+
+def _add_sampling_options(add: Callable[..., Any]) -> None:
     add(
         "-t",
         "--max-tokens",
@@ -107,41 +159,14 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         default={},
         help="further request fields as JSON; they win",
     )
-    add(
-        "--chat-template",
-        help="of a model that is loaded here: a file, the name of one of Hone's, or its text",
-    )
-    add(
-        "--template-arguments",
-        type=json_object,
-        default={},
-        help="arguments of the chat template as JSON",
-    )
-    add(
-        "-a",
-        "--env-args",
-        type=json_object,
-        default={},
-        help="arguments of load_environment as JSON",
-    )
+
+
+def _add_result_options(add: Callable[..., Any]) -> None:
     add(
         "-s",
         "--save-results",
         action="store_true",
         help="write results.jsonl and metadata.json under outputs/evals",
-    )
-    add("-v", "--verbose", action="store_true", help="print every rollout")
-    add(
-        "-H",
-        "--html",
-        nargs="?",
-        const="",
-        help="write the rollouts as an HTML page (default rollouts.html)",
-    )
-    add(
-        "--token-ids",
-        action="store_true",
-        help="save the ids and logprobs of tokens too, where the server gives them",
     )
     add(
         "--resume",
@@ -156,11 +181,18 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         help="compare two folders of results, paired by example",
     )
     add(
-        "--max-retries",
-        type=int,
-        default=0,
-        help="further attempts at a rollout that failed (default 0)",
+        "--token-ids",
+        action="store_true",
+        help="save the ids and logprobs of tokens too, where the server gives them",
     )
+    add(
+        "-H",
+        "--html",
+        nargs="?",
+        const="",
+        help="write the rollouts as an HTML page (default rollouts.html)",
+    )
+    add("-v", "--verbose", action="store_true", help="print every rollout")
     add(
         "--fail-above",
         type=float,
@@ -180,22 +212,6 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
         metavar=("IN", "OUT"),
         help="dollars of a million tokens of prompt, completion",
     )
-    add("--seed", type=int, default=0, help="of the draws (default 0)")
-    add(
-        "--timeout",
-        type=float,
-        default=600.0,
-        help="seconds until a request is given up (default 600)",
-    )
-    args = parser.parse_args(argv)
-    args.sampling_args = with_template(
-        flatten_extra_body(args.sampling_args), args.template_arguments
-    )
-    if args.env is None and args.compare is None:
-        parser.error(
-            "which environment? As in: vf-eval reverse-text -m MODEL -b http://localhost:8000/v1"
-        )
-    return args
 
 
 def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:

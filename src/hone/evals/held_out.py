@@ -4,8 +4,8 @@ held-out examples x rollouts ─► env.rollout(client) ─► eval/ENV/reward, 
 """
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,31 @@ from hone.environments.conversation import TokenClient
 from hone.records import Example, Rollout, Sampling
 
 
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How to run the rollouts of an evaluation.
+
+    Attributes:
+        per_example: rollouts of each example.
+        sampling: of all rollouts; each has its own seed, which follows from `sampling.seed`.
+        timeout: seconds per rollout.
+        retries: further attempts at a rollout that failed.
+        max_in_flight: most rollouts in flight; all if None.
+        finished: finished rollouts by number, which are not run again.
+        on_rollout: called with the number of each finished rollout, and the rollout.
+        gives_up: checked before each rollout; True skips it.
+    """
+
+    per_example: int
+    sampling: Sampling
+    timeout: float | None = None
+    retries: int = 0
+    max_in_flight: int | None = None
+    finished: Mapping[int, Rollout] = field(default_factory=dict)
+    on_rollout: Callable[[int, Rollout], None] = lambda number, rollout: None
+    gives_up: Callable[[], bool] = lambda: False
+
+
 async def evaluate_environments(
     config: EvalConfig, environments: dict[str, Environment], client: TokenClient, seed: int
 ) -> dict[str, float]:
@@ -24,9 +49,8 @@ async def evaluate_environments(
     for name, environment in environments.items():
         examples = environment.get_eval_dataset()[: config.num_examples]
         sampling = Sampling(config.temperature, config.max_tokens, seed)
-        rollouts = await attempt_rollouts(
-            environment, client, examples, config.rollouts_per_example, sampling, config.timeout
-        )
+        plan = RolloutPlan(config.rollouts_per_example, sampling, config.timeout)
+        rollouts = await attempt_rollouts(environment, client, examples, plan)
         found |= {f"eval/{name}/{key}": value for key, value in mean_scores(rollouts).items()}
     return found
 
@@ -35,47 +59,32 @@ async def attempt_rollouts(
     environment: Environment,
     client: TokenClient,
     examples: list[Example],
-    n: int,
-    sampling: Sampling,
-    timeout: float | None = None,
-    at_once: int | None = None,
-    retries: int = 0,
-    known: dict[int, Rollout] | None = None,
-    done: Callable[[int, Rollout], None] | None = None,
-    give_up: Callable[[], bool] = lambda: False,
+    plan: RolloutPlan,
 ) -> list[Rollout]:
-    """Run n rollouts per example, grouped by example, each with its own seed after `sampling.seed`.
-
-    Args:
-        timeout: seconds per rollout.
-        at_once: most rollouts in flight.
-        known: finished rollouts by number, which are not run again.
-        done: called with each finished rollout.
-        give_up: checked before each rollout; True skips it.
+    """Run the plan's rollouts of each example; return them grouped by example.
 
     A rollout that fails carries its error.
     """
+    n = plan.per_example
     count = len(examples) * n
-    slots = asyncio.Semaphore(at_once or max(1, count))
+    slots = asyncio.Semaphore(plan.max_in_flight or max(1, count))
 
     async def attempt_one(i: int) -> Rollout:
         async with slots:
-            if give_up():
-                return Rollout(
-                    examples[i // n], [], [], error="not tried, since all before it failed"
-                )
-            own = replace(sampling, seed=(sampling.seed << 40) + i)
-            return await attempt(environment, client, examples[i // n], own, timeout, retries)
+            example = examples[i // n]
+            if plan.gives_up():
+                return Rollout(example, [], [], error="not tried, since all before it failed")
+            own = replace(plan.sampling, seed=(plan.sampling.seed << 40) + i)
+            return await attempt(environment, client, example, own, plan.timeout, plan.retries)
 
     async def attempt_group(start: int) -> list[Rollout]:
         numbers = range(start, start + n)
-        if known and all(i in known for i in numbers):
-            return [known[i] for i in numbers]
+        if all(i in plan.finished for i in numbers):
+            return [plan.finished[i] for i in numbers]
         rollouts = await asyncio.gather(*map(attempt_one, numbers))
-        await score_group_or_fail(environment, rollouts, timeout)
+        await score_group_or_fail(environment, rollouts, plan.timeout)
         for i, rollout in zip(numbers, rollouts, strict=True):
-            if done is not None:
-                done(i, rollout)
+            plan.on_rollout(i, rollout)
         return rollouts
 
     return [

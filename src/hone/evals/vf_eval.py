@@ -26,7 +26,7 @@ from hone.environments.rollout_rows import row_of
 from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.endpoints import Endpoint
 from hone.evals.eval_progress import Progress
-from hone.evals.held_out import attempt_rollouts
+from hone.evals.held_out import RolloutPlan, attempt_rollouts
 from hone.evals.own_server import endpoint_for
 from hone.evals.paired_statistics import SIGMAS, clustered_error, pass_at_k
 from hone.evals.results import Folder, find_unfinished
@@ -190,13 +190,15 @@ async def collect_rollouts(
                 environment,
                 client,
                 examples,
-                args.rollouts_per_example,
-                sampling,
-                at_once=most,
-                retries=args.max_retries,
-                known=known,
-                done=record_rollout,
-                give_up=lambda: failed >= MAX_LEADING_FAILURES and not succeeds,
+                RolloutPlan(
+                    args.rollouts_per_example,
+                    sampling,
+                    retries=args.max_retries,
+                    max_in_flight=most,
+                    finished=known or {},
+                    on_rollout=record_rollout,
+                    gives_up=lambda: failed >= MAX_LEADING_FAILURES and not succeeds,
+                ),
             )
         finally:
             await environment.close()

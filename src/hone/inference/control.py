@@ -78,6 +78,16 @@ class Ids(BaseModel):
     temperature: float = Field(default=1.0, gt=0, le=100)
 
 
+async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; answer 400 or 409 if it is refused."""
+    try:
+        return await work
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
+    except Superseded as error:
+        raise HTTPException(409, str(error)) from None
+
+
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     """Add the control routes. `is_guarded`: every route requires a key already."""
     sampler = served.sampler
@@ -95,14 +105,6 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
             )
 
     guard = [Depends(from_here)]
-
-    async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await work
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        except Superseded as error:
-            raise HTTPException(409, str(error)) from None
 
     @app.post("/pause", dependencies=guard)
     async def pause(mode: Annotated[Pause, Query()] = "keep") -> dict[str, Any]:

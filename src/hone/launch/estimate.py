@@ -31,19 +31,21 @@ def memory_lines(config: Config) -> list[str]:
     on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
     itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
-    found = []
     training = _estimate_training(config, spec, itemsize)
-    if training is not None:
-        tokens, expected = training
-        is_guessed = isinstance(config, SFTConfig) and config.data.seq_len is None
-        guess = (
-            f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)"
-            if is_guessed
-            else ""
-        )
-        found.append(
-            f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.describe_estimate()}"
-        )
+    found = [] if training is None else [_training_line(config, kind, *training)]
+    return found + _sampling_lines(config, spec, kind, itemsize)
+
+
+def _training_line(config: Config, kind: str, tokens: int, expected: "Estimate") -> str:
+    is_guessed = isinstance(config, SFTConfig) and config.data.seq_len is None
+    guess = (
+        f" (rows of {UNKNOWN_ROW_TOKENS:,} tokens, data.seq-len is not given)" if is_guessed else ""
+    )
+    return f"training in {kind}, up to {tokens:,} tokens in a micro-batch{guess}: {expected.describe_estimate()}"
+
+
+def _sampling_lines(config: Config, spec: "ModelSpec", kind: str, itemsize: int) -> list[str]:
+    found = []
     limit = spec.max_position_embeddings
     sequences = 0
     if isinstance(config, RLConfig):

@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 from hone.config.base import find_differences
 from hone.config.rl_config import RLConfig
@@ -50,6 +51,12 @@ def fork_run(config: RLConfig) -> RLConfig:
         raise ValueError(
             f"--fork {config.fork}: a fork has a directory of its own; give another --output-dir"
         )
+    _copy_run(config, run, source, step)
+    return goes_on
+
+
+def _copy_run(config: RLConfig, run: RunDirectory, source: Path, step: int) -> None:
+    """Copy the checkpoint and metrics of a run up to a step into a new run's directory."""
     checkpoint = find_checkpoint(source, step)
     try:
         header = read_header(checkpoint)
@@ -66,15 +73,7 @@ def fork_run(config: RLConfig) -> RLConfig:
         changed["max_steps"] = [before, config.max_steps]
     counts_anew = any(key.startswith(COUNTED) for key in changed)
     with appearing_directory(run.checkpoints / f"step_{step}") as place:
-        shutil.copytree(checkpoint, place, copy_function=_link_file, dirs_exist_ok=True)
-        progress = read_progress(checkpoint / "orchestrator")
-        if counts_anew or progress is None:
-            (place / "orchestrator" / "progress.json").unlink(missing_ok=True)
-            (place / "orchestrator").mkdir(exist_ok=True)
-            write_progress({"step": step}, place / "orchestrator")
-            header["files"].pop("orchestrator/progress.json", None)
-        (place / HEADER).unlink()  # a link: the other run's file is not changed
-        (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
+        _copy_checkpoint(checkpoint, place, header, step, counts_anew)
     earlier = [row for row in read_rows(source / "metrics.jsonl") if row["step"] <= step]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in earlier))
     run.write_facts(
@@ -86,7 +85,20 @@ def fork_run(config: RLConfig) -> RLConfig:
         or "no key that changes what is learnt"
     )
     log.info("Forked from step %d of %s; changed: %s", step, source, words)
-    return goes_on
+
+
+def _copy_checkpoint(
+    checkpoint: Path, place: Path, header: dict[str, Any], step: int, counts_anew: bool
+) -> None:
+    """Link a checkpoint's files. `counts_anew`: the orchestrator starts from the data's beginning."""
+    shutil.copytree(checkpoint, place, copy_function=_link_file, dirs_exist_ok=True)
+    if counts_anew or read_progress(checkpoint / "orchestrator") is None:
+        (place / "orchestrator" / "progress.json").unlink(missing_ok=True)
+        (place / "orchestrator").mkdir(exist_ok=True)
+        write_progress({"step": step}, place / "orchestrator")
+        header["files"].pop("orchestrator/progress.json", None)
+    (place / HEADER).unlink()  # a link: the other run's file is not changed
+    (place / HEADER).write_text(json.dumps(header | {"config": {}}, indent=2) + "\n")
 
 
 def parse_fork(fork: str) -> tuple[Path, int]:

@@ -12,7 +12,7 @@ from hone import machine
 from hone.config.base import Config
 from hone.config.inference_config import InferenceConfig
 from hone.config.rl_config import OrchestratorRunConfig, RLConfig, TrainerRunConfig
-from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, NcclConfig, own_key
+from hone.config.sections import API_KEY_VARIABLE, LOOPBACK, NcclConfig, ServeConfig, own_key
 
 SHARED_GPU_GIB = 8.0  # of keys and values
 EVERYWHERE = (None, "0.0.0.0", "::")
@@ -180,34 +180,44 @@ def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
     for tracker in ("wandb", "tensorboard"):
         orchestrator[tracker] = getattr(config, tracker) and getattr(config, tracker).model_dump()
     if config.inference is not None:
-        server = config.inference.server
-        allowed = config.inference.allowed_dirs or [config.output_dir]
-        if (config.inference_nodes or server.host not in (*EVERYWHERE, *LOOPBACK)) and not has_key:
-            raise ValueError(
-                f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
-                f"give one with --inference.api-key or {API_KEY_VARIABLE}"
-            )
-        here = "localhost" if server.host in (*EVERYWHERE, *LOOPBACK) else server.host
-        urls = []
-        for i, (name, node) in enumerate(nodes_of_servers(config).items()):
-            port = server.port + i if server.port else free_port()
-            urls.append(f"http://{node or here}:{port}/v1")
-            configs[name] = InferenceConfig.model_validate(
-                config.inference.model_dump()
-                | beside_trainer(config)
-                | {
-                    "server": {"host": "0.0.0.0" if node else server.host, "port": port},
-                    "allowed_dirs": allowed,
-                }
-                | {key: common[key] for key in ("model", "seed", "log_level")}
-            )
-        orchestrator["client"]["base_url"] = urls
+        servers = _server_configs(config, config.inference, has_key)
+        configs |= servers
+        orchestrator["client"]["base_url"] = [
+            f"http://{node or _reachable_host(config.inference)}:{servers[name].server.port}/v1"
+            for name, node in nodes_of_servers(config).items()
+        ]
         if has_key:
             orchestrator["client"]["api_key_var"] = API_KEY_VARIABLE
     configs["orchestrator"] = OrchestratorRunConfig.model_validate(orchestrator)
     if config.trainer_nodes and isinstance(config.weight_broadcast, NcclConfig):
         own["weight_broadcast"] |= {"host": config.trainer_nodes[0]}
     configs["trainer"] = TrainerRunConfig.model_validate(config.trainer.model_dump() | common | own)
+    return configs
+
+
+def _reachable_host(inference: ServeConfig) -> str:
+    host = inference.server.host
+    return "localhost" if host in (*EVERYWHERE, *LOOPBACK) else host
+
+
+def _server_configs(
+    config: RLConfig, inference: ServeConfig, has_key: bool
+) -> dict[str, InferenceConfig]:
+    """Return the servers' configurations by name. Raises ValueError for one that needs a key."""
+    server = inference.server
+    if (config.inference_nodes or server.host not in (*EVERYWHERE, *LOOPBACK)) and not has_key:
+        raise ValueError(
+            f"inference.server.host {server.host}: control routes answer to loopback alone without a key; "
+            f"give one with --inference.api-key or {API_KEY_VARIABLE}"
+        )
+    common = config.model_dump(include={"model", "seed", "log_level"})
+    given = inference.model_dump() | beside_trainer(config) | common
+    given["allowed_dirs"] = inference.allowed_dirs or [config.output_dir]
+    configs = {}
+    for i, (name, node) in enumerate(nodes_of_servers(config).items()):
+        port = server.port + i if server.port else free_port()
+        place = {"host": "0.0.0.0" if node else server.host, "port": port}
+        configs[name] = InferenceConfig.model_validate(given | {"server": place})
     return configs
 
 

@@ -183,6 +183,18 @@ class Child:
         code = self.process.poll()
         return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
 
+    def is_killed_server(self) -> bool:
+        """Return True for a server that was killed or has lost its backend."""
+        code = self.exit_code()
+        return self.is_server and code is not None and (code < 0 or code == BACKEND_LOST)
+
+    def has_failed(self) -> bool:
+        """Return True if it has ended though it should not; a preempted trainer has not failed."""
+        code = self.exit_code()
+        if code is None or (self.is_trainer and code == preemption.EXIT_PREEMPTED):
+            return False
+        return code != 0 or self.is_server
+
     def describe_failure(self) -> str:
         """Return one line on why it ended."""
         self.reader.join(2.0)
@@ -224,13 +236,10 @@ def watch_children(children: list[Child], follower: Follower) -> None:
                 child.process.send_signal(signal.SIGUSR1)
         _raise_if_preempted(trainers)
         for child in children:
-            code = child.exit_code()
-            if code is None or (child.is_trainer and code == preemption.EXIT_PREEMPTED):
-                continue
-            if child.is_server and (code < 0 or code == BACKEND_LOST) and _may_restart(kills):
-                log.warning("%s; started again", child.describe_failure())
+            if child.is_killed_server() and _may_restart(kills):
+                log.warning("%s; restarted", child.describe_failure())
                 child.start_process()
-            elif code != 0 or child.is_server:
+            elif child.has_failed():
                 raise ValueError(find_first_failure(children, child).describe_failure())
         have_ended = all(child.process.poll() == 0 for child in children if not child.is_server)
         if not follower.follow_once(have_ended) or have_ended:

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,75 +60,9 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
             description=f"{words} Keys of the configuration may follow, as --max-steps 10.",
             allow_abbrev=False,
         )
-        add = one.add_argument
-        add("config", help="TOML file")
-        add(
-            "--output-dir",
-            type=Path,
-            required=True,
-            help="directory of the run, on a disk that the nodes share",
-        )
-        if name == "sft":
-            add("--gpus", type=parse_count, required=True, help="GPUs of a node, 1 to 8")
-            add(
-                "--nodes",
-                type=parse_count,
-                default=1,
-                help="nodes that train one model together (default 1)",
-            )
-        else:
-            add("--train-gpus", type=parse_count, default=1, help="GPUs that train (default 1)")
-            add("--infer-gpus", type=parse_count, default=1, help="GPUs that sample (default 1)")
-            add("--single-gpu", action="store_true", help="one GPU that does both")
-            add(
-                "--train-nodes",
-                type=parse_count,
-                help="nodes that train, each with this many --train-gpus; needs --infer-nodes",
-            )
-            add(
-                "--infer-nodes",
-                type=parse_count,
-                help="nodes that sample, each with this many --infer-gpus",
-            )
-        add(
-            "--cpus-per-gpu",
-            type=parse_count,
-            default=8,
-            help="processor cores for each GPU (default 8)",
-        )
-        add("--job-name", help=f"default: the file's name and -{name}")
-        add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
-        for option, words in (
-            ("partition", "where to run"),
-            ("time", "wall time, as in 4:00:00"),
-            ("qos", "quality of service"),
-            ("mem", "memory of the node, as in 64G"),
-            ("mail-user", "address that is written to when the job ends"),
-            ("constraint", "features that the node must have"),
-            ("dependency", "as Slurm has it: afterok:123"),
-        ):
-            add(f"--{option}", help=words)
-        add(
-            "--chain",
-            type=parse_count,
-            default=1,
-            help="jobs that go on after each other (default 1)",
-        )
-        add(
-            "--grace",
-            type=parse_count,
-            default=120,
-            help="seconds before the end of the wall time to save in (default 120)",
-        )
-        add(
-            "--sbatch",
-            action="append",
-            default=[],
-            metavar="KEY=VALUE",
-            help="a further option of sbatch",
-        )
-        add("--hf-hub-offline", action="store_true", help="use what the hub's cache has")
-        add("--dry-run", action="store_true", help="write and show everything, submit nothing")
+        _add_run_options(one.add_argument)
+        _add_machine_options(one.add_argument_group("machines").add_argument, name)
+        _add_scheduler_options(one.add_argument_group("Slurm").add_argument, name)
     for name, words in (
         ("status", "State of a run's jobs, its step and reward."),
         ("logs", "Show a run's newest log."),
@@ -140,6 +75,83 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
                 "-n", "--lines", type=parse_count, default=50, help="lines (default 50)"
             )
     return parser.parse_known_args(argv)
+
+
+def _add_run_options(add: Callable[..., Any]) -> None:
+    add("config", help="TOML file")
+    add(
+        "--output-dir",
+        type=Path,
+        required=True,
+        help="directory of the run, on a disk that the nodes share",
+    )
+    add(
+        "--chain",
+        type=parse_count,
+        default=1,
+        help="jobs that go on after each other (default 1)",
+    )
+    add(
+        "--grace",
+        type=parse_count,
+        default=120,
+        help="seconds before the end of the wall time to save in (default 120)",
+    )
+    add(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a further option of sbatch",
+    )
+    add("--hf-hub-offline", action="store_true", help="use what the hub's cache has")
+    add("--dry-run", action="store_true", help="write and show everything, submit nothing")
+
+
+def _add_machine_options(add: Callable[..., Any], name: str) -> None:
+    if name == "sft":
+        add("--gpus", type=parse_count, required=True, help="GPUs of a node, 1 to 8")
+        add(
+            "--nodes",
+            type=parse_count,
+            default=1,
+            help="nodes that train one model together (default 1)",
+        )
+    else:
+        add("--train-gpus", type=parse_count, default=1, help="GPUs that train (default 1)")
+        add("--infer-gpus", type=parse_count, default=1, help="GPUs that sample (default 1)")
+        add("--single-gpu", action="store_true", help="one GPU that does both")
+        add(
+            "--train-nodes",
+            type=parse_count,
+            help="nodes that train, each with this many --train-gpus; needs --infer-nodes",
+        )
+        add(
+            "--infer-nodes",
+            type=parse_count,
+            help="nodes that sample, each with this many --infer-gpus",
+        )
+    add(
+        "--cpus-per-gpu",
+        type=parse_count,
+        default=8,
+        help="processor cores for each GPU (default 8)",
+    )
+
+
+def _add_scheduler_options(add: Callable[..., Any], name: str) -> None:
+    add("--job-name", help=f"default: the file's name and -{name}")
+    add("--account", help="default: $SBATCH_ACCOUNT, then $SLURM_ACCOUNT")
+    for option, words in (
+        ("partition", "where to run"),
+        ("time", "wall time, as in 4:00:00"),
+        ("qos", "quality of service"),
+        ("mem", "memory of the node, as in 64G"),
+        ("mail-user", "address that is written to when the job ends"),
+        ("constraint", "features that the node must have"),
+        ("dependency", "as Slurm has it: afterok:123"),
+    ):
+        add(f"--{option}", help=words)
 
 
 def parse_count(text: str) -> int:

@@ -212,9 +212,21 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
             raise ValueError(f"{directory / INDEX}: tensor {name} is not in {file.name}")
     if listed is None:
         _refuse_duplicates(shapes, where, directory)
-    for name, tensor in (wanted or {}).items():
+    if wanted is not None:
+        _check_tensors(wanted, where, shapes, directory)
+    return where
+
+
+def _check_tensors(
+    wanted: Mapping[str, Tensor],
+    where: Mapping[str, Path],
+    shapes: Mapping[Path, Mapping[str, tuple[int, ...]]],
+    directory: Path,
+) -> None:
+    """Raise ValueError if a tensor is missing, has another shape, or is not the model's."""
+    for name, tensor in wanted.items():
         if name not in where:
-            read = ", ".join(file.name for file in files)
+            read = ", ".join(file.name for file in shapes)
             raise ValueError(f"{directory}: tensor {name} is missing from {read}")
         shape = shapes[where[name]][name]
         if shape != tuple(tensor.shape):
@@ -223,12 +235,11 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
             )
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
     derived = {n for n in where if n == HEAD or n.endswith("rotary_emb.inv_freq")}
-    surplus = where.keys() - (wanted or where).keys() - derived
+    surplus = where.keys() - wanted.keys() - derived
     if surplus:
         raise ValueError(
             f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}"
         )
-    return where
 
 
 def _refuse_duplicates(

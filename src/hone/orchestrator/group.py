@@ -64,7 +64,12 @@ def judge_group(
     for i, value in zip(counted, advantages.tolist(), strict=True):
         group.advantages[i] = value
     group.unused = _find_unused_reason(group, settings, buffer, has_signal(advantages))
-    for i, rollout in enumerate(rollouts):
+    _add_samples(group, settings)
+
+
+def _add_samples(group: Group, settings: GroupConfig) -> None:
+    """Add the samples of the rollouts that are learnt from; count the tokens of the others."""
+    for i, rollout in enumerate(group.rollouts):
         is_masked = settings.truncated == "mask" and rollout.is_truncated
         group.learnt[i] = not (rollout.error or group.unused or is_masked)
         if group.learnt[i]:

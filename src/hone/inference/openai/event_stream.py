@@ -32,68 +32,73 @@ async def stream_answer(
     return EventStream(head, events, listening)  # which keeps listening
 
 
+class _EventEncoder:
+    """Encode the completions of an answer, as they grow, as server-sent events."""
+
+    def __init__(self, answer: Answer, requests: Sequence[GenerateRequest]) -> None:
+        self.answer = answer
+        self.requests = requests
+        self.spellings = [answer.start_spelling(i) for i in range(len(requests))]
+        self.pieces: list[list[Completion]] = [[] for _ in requests]
+        self.written = 0  # completion tokens so far
+        self.unfinished = len(requests)
+        options = answer.request.stream_options
+        self.has_usage = options is not None and bool(options.include_usage)
+        self.has_running_usage = options is not None and bool(options.continuous_usage_stats)
+
+    def encode_piece(self, i: int, piece: Completion) -> str:
+        """Return the events for the next tokens of completion `i`, and the last ones after all."""
+        self.pieces[i].append(piece)
+        self.written += len(piece.ids)
+        spelling = self.spellings[i]
+        if not piece.finish_reason:
+            delta = self.answer.build_delta(i, spelling.decode_more(piece.ids), piece)
+            return self._encode_chunk([delta])
+        whole = join_pieces(self.pieces[i])
+        events = self._encode_chunk([self.answer.build_last_delta(i, spelling, piece, whole)])
+        self.unfinished -= 1
+        if not self.unfinished:
+            check_forms(self.requests)
+            events += self._encode_closing()
+        return events
+
+    def encode_opening(self) -> str:
+        found = (self.answer.build_first_delta(i) for i in range(len(self.requests)))
+        firsts = [choice for choice in found if choice is not None]
+        envelope = self.answer.build_envelope()
+        return "".join(self._encode_chunk([choice], **envelope) for choice in firsts)
+
+    def encode_failure(self, error: Exception) -> str:
+        body = error_body(500, f"{type(error).__name__}: {error}", "server_error")
+        return _encode_event(self.answer.encode_json(body)) + DONE
+
+    def _encode_closing(self) -> str:
+        usage = self.answer.count_usage(self.written)
+        events = _encode_event(self.answer.encode_chunk([], usage=usage)) if self.has_usage else ""
+        return events + DONE
+
+    def _encode_chunk(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        usage = self.answer.count_usage(self.written) if self.has_running_usage else None
+        more |= {} if usage is None else {"usage": usage}
+        return _encode_event(self.answer.encode_chunk(choices, **more))
+
+
 async def _iterate_events(
     sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> AsyncGenerator[str, None]:
-    options = answer.request.stream_options
-    count = len(requests)
-    each_usage = options is not None and bool(options.continuous_usage_stats)
-    spellings = [answer.start_spelling(i) for i in range(len(requests))]
-    pieces: list[list[Completion]] = [[] for _ in requests]
-    written = 0
-    left = len(requests)
-
-    def encode_chunk(choices: list[dict[str, Any]], **more: Any) -> str:
-        usage = {"usage": answer.count_usage(written)} if each_usage else {}
-        return _encode_event(answer.encode_chunk(choices, **usage, **more))
-
-    def encode_opening() -> str:
-        firsts = [
-            choice for i in range(count) if (choice := answer.build_first_delta(i)) is not None
-        ]
-        return "".join(encode_chunk([choice], **answer.build_envelope()) for choice in firsts)
-
-    def encode_closing() -> str:
-        has_usage = options is not None and options.include_usage
-        return (
-            _encode_event(answer.encode_chunk([], usage=answer.count_usage(written)))
-            if has_usage
-            else ""
-        ) + DONE
-
-    begun = False
+    encoder = _EventEncoder(answer, requests)
+    has_begun = False
     try:
         async with aclosing(sampler.stream(requests)) as found:
             async for i, piece in found:
-                said = "" if begun else encode_opening()
-                begun = True
-                spelling = spellings[i]
-                pieces[i].append(piece)
-                written += len(piece.ids)
-                if piece.finish_reason:
-                    whole = join_pieces(pieces[i])
-                    said += encode_chunk([answer.build_last_delta(i, spelling, piece, whole)])
-                    left -= 1
-                else:
-                    said += encode_chunk(
-                        [answer.build_delta(i, spelling.decode_more(piece.ids), piece)]
-                    )
-                if not left:
-                    check_forms(requests)
-                    said += encode_closing()
-                yield said
+                opening = "" if has_begun else encoder.encode_opening()
+                has_begun = True
+                yield opening + encoder.encode_piece(i, piece)
     except Exception as error:
-        if not begun:
+        if not has_begun:
             raise
         # The engine failed: the error goes into the stream.
-        yield (
-            _encode_event(
-                answer.encode_json(
-                    error_body(500, f"{type(error).__name__}: {error}", "server_error")
-                )
-            )
-            + DONE
-        )
+        yield encoder.encode_failure(error)
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:

@@ -114,22 +114,10 @@ def train_steps(
     start = time.perf_counter()
     step = session.done
 
-    def evaluate_if_due(step: int, last: int) -> dict[str, float]:
-        """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
-        if config.eval is None or not config.eval.is_due(step, last):
-            return {}
-        values: dict[str, float] = {}
-        model = session.export() if trainer.optimizer.is_sharded else trainer.model
-        if session.ranks.is_first and evaluate is not None and model is not None:
-            values = evaluate(model.to(trainer.device), session.loaded.tokenizer, step)
-            events.on_evaluation(step, values, step == 0)
-        session.ranks.barrier()
-        return values
-
     preemption.steps_begin()
     events.on_start(max_steps, session.done)
     if session.done == 0:
-        evaluate_if_due(0, max_steps)
+        evaluate_if_due(session, trainer, evaluate, events, 0)
     for step in range(session.done + 1, max_steps + 1):
         values = trainer.train_step(step, max_steps, batches)
         is_last = step == max_steps or trainer.is_out_of_time(start)
@@ -138,19 +126,36 @@ def train_steps(
             events.on_last_step(step)
         if config.val and (is_last or step % config.val.interval == 0):
             values["val/loss"] = trainer.validation_loss(val, val_config)
-        values |= evaluate_if_due(step, step if is_last else max_steps)
+        values |= evaluate_if_due(session, trainer, evaluate, events, step)
         events.on_step(step, values)
         if not is_last and session.ranks.any_rank(preemption.is_asked(), trainer.device):
             session.leave(step, values)
         session.save_step(step, is_last, values)
         if is_last:
             break
-    if isinstance(data, StreamedConversations) and data.dropped_count:
-        trainer.log_data_line(
-            f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
-        )
+    trainer.log_dropped_rows(data)
     seconds = time.perf_counter() - start
     log.info("Weights of step %d in %s (%.1f s)", step, run.weights_of(step), seconds)
+
+
+def evaluate_if_due(
+    session: RunSession,
+    trainer: "Trainer",
+    evaluate: Evaluate | None,
+    events: EventList,
+    step: int,
+) -> dict[str, float]:
+    """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
+    config = trainer.config.eval
+    if config is None or not config.is_due(step, session.max_steps or step):
+        return {}
+    values: dict[str, float] = {}
+    model = session.export() if trainer.optimizer.is_sharded else trainer.model
+    if session.ranks.is_first and evaluate is not None and model is not None:
+        values = evaluate(model.to(trainer.device), session.loaded.tokenizer, step)
+        events.on_evaluation(step, values, step == 0)
+    session.ranks.barrier()
+    return values
 
 
 def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
@@ -249,6 +254,12 @@ class Trainer:
         if isinstance(data, Conversations):
             survey_data(data, config, "data.name", self.log_data_line)
         return data
+
+    def log_dropped_rows(self, data: object) -> None:
+        if isinstance(data, StreamedConversations) and data.dropped_count:
+            self.log_data_line(
+                f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
+            )
 
     def log_data_line(self, line: str, is_warning: bool = False) -> None:
         """Log a line about the data, on the first rank."""
