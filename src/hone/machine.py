@@ -23,7 +23,7 @@ CORES_VARIABLE = "HONE_CORES"  # number of cores that the processes of a run sha
 SILENCE_SECONDS = 15.0
 # Seconds that imports usually take; the largest factor for deadlines.
 USUAL_START = 3.0
-SLOWEST = 3.0
+MAX_SLOWNESS = 3.0
 GC_ALLOCATIONS = 20_000  # allocations between two runs of the young generation's collection
 _slowness = 1.0
 # Variables that restrict torch, MKL, oneDNN and numba to AVX2.
@@ -256,7 +256,7 @@ def _spare_cores(end: threading.Event) -> None:
 def started_in(seconds: float) -> None:
     """Report how long imports took, from which the machine's slowness follows."""
     global _slowness
-    _slowness = min(max(1.0, seconds / USUAL_START), SLOWEST)
+    _slowness = min(max(1.0, seconds / USUAL_START), MAX_SLOWNESS)
 
 
 def silence_seconds() -> float:

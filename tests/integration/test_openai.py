@@ -471,7 +471,7 @@ def test_a_call_of_a_tool_can_be_required(client, trained, choice):
         ({"guided_regex": "(a"}, "regex"),
         ({"guided_json": {"type": "nope"}}, "Invalid type: nope"),
         ({"guided_json": "{"}, "JSON"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "one form of answers alone"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "only one output format"),
         ({"tool_choice": "required"}, "no tools to call"),
         (
             {"tool_choice": {"type": "function", "function": {"name": "mul"}}, "tools": TOOLS},

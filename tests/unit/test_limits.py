@@ -60,7 +60,7 @@ def test_a_body_that_comes_in_parts_is_answered():
     [([body(b"{", True)], 408), ([], 408), ([body(b"x" * 200, True)] * 2, 413)],
 )
 def test_a_body_that_stays_away_or_is_too_large_is_refused(monkeypatch, messages, status):
-    monkeypatch.setattr(module, "STILL", 0.05)
+    monkeypatch.setattr(module, "STALLED_CLIENT_SECONDS", 0.05)
     monkeypatch.setattr(module, "BODY", 300)
     monkeypatch.setattr(module, "BODY_A_TOKEN", 1)
     with pytest.raises(module.HTTPException) as refused:  # which the routes' handler says
@@ -69,7 +69,7 @@ def test_a_body_that_stays_away_or_is_too_large_is_refused(monkeypatch, messages
 
 
 def test_a_client_that_does_not_read_is_let_go(monkeypatch):
-    monkeypatch.setattr(module, "STILL", 0.05)
+    monkeypatch.setattr(module, "STALLED_CLIENT_SECONDS", 0.05)
 
     async def blocked(message):
         if message["type"] == "http.response.body":
@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
 
 
 def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypatch):
-    monkeypatch.setattr(module, "STILL", 0.02)
+    monkeypatch.setattr(module, "STALLED_CLIENT_SECONDS", 0.02)
 
     async def slow(scope, receive, send):
         await receive()
@@ -96,7 +96,7 @@ def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypa
 
 
 def test_beyond_what_may_be_open_is_refused_but_not_health(monkeypatch):
-    monkeypatch.setattr(module, "OPEN", 1)
+    monkeypatch.setattr(module, "MAX_OPEN_RESPONSES", 1)
     limit = Limit(reads_all, SERVED)
     limit.open = 1
     start, said = answered([body()], limit=limit)

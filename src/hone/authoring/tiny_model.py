@@ -30,8 +30,8 @@ CHAT_TEMPLATE = """\
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 SHORT_FIRST = re.compile(r"^\W*\b\w{1,2}\b")
 SHORT_LAST = re.compile(r"\b\w{1,2}\W*$")
-SHORTEST = 4  # characters of a phrase
-PAIRS = 60  # conversations that are compared
+MIN_PHRASE_CHARS = 4  # characters of a phrase
+COMPARED_PAIRS = 60  # conversations that are compared
 
 
 def spoken_text(message: Message) -> str:
@@ -52,7 +52,7 @@ def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
     for place in range(max(map(len, conversations))):
         found: Counter[str] = Counter()
         pairs = list(pairwise(texts[place] for texts in conversations if len(texts) > place))[
-            :PAIRS
+            :COMPARED_PAIRS
         ]
         for one, other in pairs:
             blocks = SequenceMatcher(None, one, other, autojunk=False).get_matching_blocks()
@@ -78,7 +78,7 @@ def _clean_part(text: str, start: int, end: int) -> set[str]:
         whole = SHORT_FIRST.sub("", whole)
     while SHORT_LAST.search(whole):
         whole = SHORT_LAST.sub("", whole)
-    return {whole} if len(whole) >= SHORTEST and re.search(r"\w{3}", whole) else set()
+    return {whole} if len(whole) >= MIN_PHRASE_CHARS and re.search(r"\w{3}", whole) else set()
 
 
 def write_model(

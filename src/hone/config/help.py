@@ -12,7 +12,7 @@ from pydantic_core import PydanticUndefined
 from hone.config.base import Config, Entry, walk_entries
 
 INDENT = " " * 6
-WIDEST = 120
+MAX_WIDTH_COLUMNS = 120
 
 
 def help_text(command: str, summary: str, cls: type[Config]) -> str:
@@ -34,7 +34,7 @@ def help_text(command: str, summary: str, cls: type[Config]) -> str:
 def keys_text(cls: type[Config]) -> str:
     """Return all keys with their documentation, by section."""
     lines = list[str]()
-    width = max(60, min(WIDEST, shutil.get_terminal_size().columns))
+    width = max(60, min(MAX_WIDTH_COLUMNS, shutil.get_terminal_size().columns))
     for one in walk_entries(cls):
         lines += (
             ["", f"[{one.key}]"]

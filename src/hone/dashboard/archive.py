@@ -4,7 +4,7 @@ import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 
-BLOCK = 2**20
+BLOCK_BYTES = 2**20
 
 
 class _Pipe:
@@ -41,7 +41,7 @@ def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
             archive.fileobj.write(head)
             with file.open("rb") as opened:
                 left = about.size
-                while left and (block := opened.read(min(BLOCK, left))):
+                while left and (block := opened.read(min(BLOCK_BYTES, left))):
                     left -= len(block)
                     archive.fileobj.write(block)
                     yield pipe.take_written()

@@ -17,7 +17,7 @@ from hone.dashboard.runs import Run, find_runs
 
 PORT = 8500
 TOKEN_VARIABLE = "HONE_DASHBOARD_TOKEN"  # sets the page's token, which is not a server's key
-NEAR = 20  # ports to try from the default on
+PORTS_TO_TRY = 20  # ports to try from the default on
 
 
 def run_dashboard(argv: list[str]) -> int:
@@ -107,7 +107,7 @@ def bind_near(host: str, port: int) -> socket.socket:
     """
     from hone.inference.socket_binding import bind_socket
 
-    for other in range(port, port + NEAR) if port == PORT else ():
+    for other in range(port, port + PORTS_TO_TRY) if port == PORT else ():
         with contextlib.suppress(ValueError):
             found = bind_socket(host, other)
             if other > port:

@@ -20,8 +20,8 @@ MISMATCH_NATS = 0.05  # mismatch KL, nats a token
 DROPPED_SHARE = 0.3  # share of tokens that the loss drops
 LOST_SHARE = 0.5  # share of the reward gained that is lost again
 # Growth of completions, and correlation of reward with length, that are reported.
-LONGER = 1.4
-ALIKE = 0.5
+LONGER_RATIO = 1.4
+ALIKE_SHARE = 0.5
 NO_SIGNAL_SHARE = 0.8  # share of steps without a signal
 MIN_STEPS = 5  # steps that a judgement needs
 
@@ -295,9 +295,11 @@ def length(facts: RunFacts) -> Finding | None:
     late = facts.steps[-n:]
     before, after = (sum(row["tokens"] for row in rows) / n for rows in (early, late))
     alike = [row["alike"] for row in facts.steps if row["high"] > row["low"]]
-    if not alike or after < LONGER * before or sum(alike) / len(alike) < ALIKE:
+    if not alike or after < LONGER_RATIO * before or sum(alike) / len(alike) < ALIKE_SHARE:
         return None
-    first = next(row["step"] for row in facts.steps if row["tokens"] > (1 + LONGER) / 2 * before)
+    first = next(
+        row["step"] for row in facts.steps if row["tokens"] > (1 + LONGER_RATIO) / 2 * before
+    )
     return Finding(
         "length",
         "The reward pays for length",

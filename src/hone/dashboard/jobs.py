@@ -50,9 +50,9 @@ KINDS = ("rl", "sft", "vf-rl")
 TEMPLATES = Path(hone.__file__).parent / "launch" / "workspace" / "configs"
 RECIPE_FOLDERS = ("configs", "examples")  # directories below the root with recipes
 MAX_RECIPES = 300  # recipes that are listed
-CHECKPOINTS = 25  # default checkpoint interval in steps, so that a stopped job can resume
+CHECKPOINT_INTERVAL = 25  # default checkpoint interval in steps, so that a stopped job can resume
 POLL_SECONDS = 0.3  # seconds between looks at what runs
-LOG = 64 * 1024
+LOG_TAIL_BYTES = 64 * 1024
 
 
 @dataclass
@@ -237,7 +237,7 @@ class Jobs:
 
     def read_log(self, name: str) -> dict[str, Any]:
         job = self._get_job(name)
-        text, start = read_end(self.root, self.directory / job.name / "log.txt", LOG)
+        text, start = read_end(self.root, self.directory / job.name / "log.txt", LOG_TAIL_BYTES)
         return self._describe_job(job) | {"text": text, "start": start}
 
     def list_jobs(self) -> list[dict[str, Any]]:
@@ -351,7 +351,7 @@ class Jobs:
         else:
             output = ["--output-dir", self._typed_directory(job)]
             if "ckpt" not in tomllib.loads(file.read_text()):
-                output += ["--ckpt.interval", str(CHECKPOINTS)]
+                output += ["--ckpt.interval", str(CHECKPOINT_INTERVAL)]
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
     def _typed_directory(self, job: Job) -> str:

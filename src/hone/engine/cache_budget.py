@@ -12,9 +12,9 @@ from hone.models.transformer import Transformer
 # On a CPU: the most GiB, and the share of the machine's memory.
 CPU_GIB = 8.0
 CPU_SHARE = 4
-# Default number of sequences that decode at once: FEW on any device, up to MANY if memory allows.
-FEW = 256
-MANY = 1024
+# Default for sequences that decode at once, on any device; and the largest, if memory allows.
+DEFAULT_BATCH_SIZE = 256
+MAX_DEFAULT_BATCH_SIZE = 1024
 log = logging.getLogger("hone")
 
 
@@ -34,7 +34,7 @@ def plan_cache(
     """
     weight = model.embed.weight
     if not weight.is_cuda:
-        batch = config.max_batch_size or FEW
+        batch = config.max_batch_size or DEFAULT_BATCH_SIZE
         gib = config.kv_cache_gib or cpu_gib()
         tokens = model.spec.max_position_embeddings if length is None else length
         most = min(gib, batch * tokens * model.spec.cache_numbers * weight.dtype.itemsize / 2**30)
@@ -76,7 +76,7 @@ def plan_gpu_cache(
                 "trainer.micro_batch_tokens, trainer.activation_checkpointing or a kv_cache_gib of your own would fit"
             )
     sequences = int(gib * 2**30) // of_sequence
-    batch = config.max_batch_size or min(max(FEW, sequences), MANY)
+    batch = config.max_batch_size or min(max(DEFAULT_BATCH_SIZE, sequences), MAX_DEFAULT_BATCH_SIZE)
     log.info(
         "Up to %d sequences decode at once; their keys and values take %.1f of the GPU's %.0f GiB",
         batch,

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 WORTH_SHARING = 4096  # tokens per step that sharing must save to pay for the group kernel
 ENOUGH_BLOCKS = 100  # tokens of shared pages below which a stretch costs more to combine
 # Number of parts per sequence: the first of these that gives no more blocks than multiprocessors,
-# with at least PART tokens each; else one.
+# with at least MIN_PART_TOKENS tokens each; else one.
 PARTS = (32, 16, 8, 4, 2)
-PART = 96  # tokens of a part at least
+MIN_PART_TOKENS = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
 PAYS_FOR_GRAPH = 32  # steps, weighted by the share of unused rows
-SOON = 64  # steps after which sequence lengths may favour another way to read the cache
-LONG = 384  # longest sequence in tokens from which larger blocks are faster
+REVIEW_STEPS = 64  # steps after which sequence lengths may favour another way to read the cache
+LONG_SEQUENCE_TOKENS = 384  # longest sequence in tokens from which larger blocks are faster
 
 
 class Key(NamedTuple):
@@ -89,7 +89,7 @@ class DecodeGraphs:
         lengths.
         """
         # Valid for the middle of the steps until the next choice.
-        lengths = [len(s.prompt_ids) + step - s.first_step + SOON / 2 for s in sequences]
+        lengths = [len(s.prompt_ids) + step - s.first_step + REVIEW_STEPS / 2 for s in sequences]
         B = pad_rows(len(sequences))
         plan = self._shared_ranges(sequences)
         taken: dict[int, int] = defaultdict(int)
@@ -102,7 +102,7 @@ class DecodeGraphs:
             else self._choose_parts(B, sum(lengths) / len(lengths))
         )
         stretches = gpu.power_of_2(len(plan)) if plan else 0
-        self.looks_again = math.inf if plan else step + SOON
+        self.looks_again = math.inf if plan else step + REVIEW_STEPS
         is_long = not plan and self.is_long(B, max(lengths), parts)
         self.key = Key(min(B, self.most_rows), kind, has_adapters, stretches, parts, is_long)
         if stretches:
@@ -174,13 +174,13 @@ class DecodeGraphs:
         spec = self.decoder.model.spec
         queries = spec.num_attention_heads // self.heads
         shape = rows * self.heads, rows, spec.hidden_size, queries, spec.head_dim
-        return parts == 0 and longest > LONG and matters_length(*shape)
+        return parts == 0 and longest > LONG_SEQUENCE_TOKENS and matters_length(*shape)
 
     def _choose_parts(self, rows: int, mean: float) -> int:
         """Return into how many parts each sequence is divided, to use idle multiprocessors."""
         if numerics.keeps_order("attention"):
             return 0
-        most = min(gpu.processors() / (rows * self.heads), mean / PART)
+        most = min(gpu.processors() / (rows * self.heads), mean / MIN_PART_TOKENS)
         return next((parts for parts in PARTS if parts <= most), 0)
 
     def shared_by(self, key: Key) -> Shared | None:

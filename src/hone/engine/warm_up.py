@@ -5,17 +5,17 @@ request.
 import torch
 
 from hone.engine.engine import Engine
-from hone.engine.graphs import PART, PARTS, Key, pad_rows
+from hone.engine.graphs import MIN_PART_TOKENS, PARTS, Key, pad_rows
 from hone.engine.prefill import Shape, Stretch
 from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu
 
-PROMPT = 16  # tokens
+WARM_UP_PROMPT_TOKENS = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # prompts at once: products of more rows use other tiles
 ROWS = (1, 4, 8, 16, 32, 64, 128)  # decoding sequences at once, likewise
 CAPTURED = (1, 16, 64, 128, 256)  # batch sizes with graphs from the start
 PASSES = (256, 512, 1024, 2048)  # tokens of prefill passes with graphs from the start
-SHORT = 16  # tokens per prompt for which such a graph has room
+SHORT_PROMPT_TOKENS = 16  # tokens per prompt for which such a graph has room
 
 
 @torch.no_grad()
@@ -35,13 +35,13 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
         for B in rows
         if graphs.is_long(B, engine.max_model_len, 0)
     ]
-    for parts in (parts for parts in PARTS if parts * PART <= engine.max_model_len):
+    for parts in (parts for parts in PARTS if parts * MIN_PART_TOKENS <= engine.max_model_len):
         most = min(gpu.processors() // (graphs.heads * parts), top)
         ways += [
             Key(B, TokenSampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most
         ]
     ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with shared prompts
-    length = min(PROMPT, engine.max_model_len - 1)
+    length = min(WARM_UP_PROMPT_TOKENS, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:
         hidden = engine.prefill.run_stretches(
@@ -67,4 +67,6 @@ def capture_graphs(engine: Engine) -> None:
         most = engine.max_batch_size * engine.max_model_len
         for tokens in PASSES:
             if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
-                engine.prefill.capture_graph(Shape(tokens, tokens // SHORT, min(tokens, longest)))
+                engine.prefill.capture_graph(
+                    Shape(tokens, tokens // SHORT_PROMPT_TOKENS, min(tokens, longest))
+                )

@@ -1,11 +1,16 @@
-"""Environments: tasks with a reward, written with the names and signatures of verifiers' v0
-protocol.
+"""Environments: tasks with a reward, written with the names of verifiers' v0 protocol.
 
-import hone.environments as vf vf.SingleTurnEnv(dataset=…, system_prompt=…,
-parser=vf.XMLParser(["answer"]), rubric=vf.Rubric(funcs=[…]))
+    import hone.environments as vf
 
-What v0 does with an environment (`rollout`, `generate`, `evaluate`) is Hone's own: see
-`environment.py`.
+    env = vf.SingleTurnEnv(
+        dataset=…,
+        system_prompt=…,
+        parser=vf.XMLParser(["answer"]),
+        rubric=vf.Rubric(funcs=[…]),
+    )
+
+v0's methods that run an environment (`rollout`, `generate`, `evaluate`) are replaced by Hone's own
+interface: see `environment.py`.
 """
 
 import importlib

@@ -25,12 +25,12 @@ async def attempt(
     failures: Counter[str] | None = None,
     needs_tokens: bool = False,
 ) -> Rollout:
-    """Run one rollout with up to `retries` retries and return it, with its error if all tries
-    failed.
+    """Run one rollout with retries; if every try fails, return one whose `error` says why.
 
     Args:
         timeout: seconds per try.
-        failures: counter of failures by cause.
+        retries: further tries after the first.
+        failures: counter of failed tries by cause.
         needs_tokens: also fail rollouts without the ids of the sampled tokens, which cannot be
             trained on.
     """

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def by_identity(look: Callable[[Callable[..., Any]], T]) -> Callable[[Callable[..., Any]], T]:
-    """Cache results of `look` per function object, also for functions without a hash."""
+    """Cache the results of `look` by the identity of its argument, which may be unhashable."""
     known: dict[int, tuple[Callable[..., Any], T]] = {}
 
     def look_up(function: Callable[..., Any]) -> T:
@@ -61,7 +61,12 @@ async def call_function(
     timeout: float | None = None,
     positional: tuple[Any, ...] = (),
 ) -> Any:
-    """Call a function with those of the `available` values that it names, and return its result.
+    """Call a function with the `available` values that its parameters name.
+
+    Args:
+        available: values by parameter name; a function with `**kwargs` receives all of them.
+        timeout: seconds; None for no limit.
+        positional: further arguments, passed by position.
 
     Raises OutOfTime after `timeout` seconds; a sync function then continues in its thread,
     unattended. Raises ExitInUserCode if the function tries to end the process.

@@ -1,5 +1,4 @@
-"""The model as one rollout sees it: earlier turns keep their tokens, and each turn has its own
-seed.
+"""Model client of one rollout: keep the tokens of earlier turns, and seed each turn differently.
 
 turn 1: messages ─► prompt ids, completion ids      turn 2: messages that continue turn 1's and its reply
                               └────────────────────────────► those ids, then the template's text after them
@@ -19,7 +18,7 @@ class TokenClient(Protocol):
 
 
 class Conversation:
-    """One rollout's client. `turns` holds its requests and answers."""
+    """Model client of one rollout. `turns` lists the messages and the answer of each request."""
 
     def __init__(
         self, client: TokenClient, template_arguments: Mapping[str, Any] | None = None

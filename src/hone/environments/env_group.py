@@ -1,6 +1,4 @@
-"""Several environments as one: a joint data set, and each rollout run by the environment of its
-task.
-"""
+"""Combine environments into one: a joint data set, and rollouts run by each task's environment."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +11,15 @@ from hone.records import Example, Message, Rollout, Sampling, Tool
 
 
 class EnvGroup(Environment):
-    """A group of environments. `env_names` name the tasks of examples and metrics."""
+    """Several environments as one, with the examples of all.
+
+    Args:
+        envs: the environments.
+        env_names: their names, which become the `task` of examples and the prefix of metrics;
+            "env_0", "env_1", … by default.
+
+    Raises ValueError unless each environment has a name of its own.
+    """
 
     def __init__(
         self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any
@@ -21,7 +27,7 @@ class EnvGroup(Environment):
         names = list(env_names or [f"env_{i}" for i in range(len(envs))])
         if len(names) != len(envs) or len(set(names)) != len(names) or not names:
             raise ValueError(
-                f"EnvGroup has {len(envs)} environments and the names {names}; each needs one of its own"
+                f"EnvGroup: {len(envs)} environments and the names {names}; each needs a distinct name"
             )
         super().__init__(dataset=[])
         self.envs = list(envs)
@@ -72,7 +78,11 @@ class EnvGroup(Environment):
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
 
     def _own_of(self, example: Example) -> Example:
-        """Return an example as its own environment knows it."""
+        """Return the member environment's own example for an example of the group.
+
+        They differ in `id`, and in `task` if the member is a group itself. Raises ValueError for an
+        example that is not the group's.
+        """
         for examples, owned in self._owned:
             if example.id < len(owned) and _is_same(examples[example.id], example):
                 return owned[example.id]
@@ -93,7 +103,10 @@ class EnvGroup(Environment):
 
 
 def _is_same(one: Example, other: Example) -> bool:
-    """Return True if two examples ask the same and have the same answer and info: ids repeat between data sets."""
+    """Return True if two examples have the same task, prompt, answer and info.
+
+    Comparing ids is not enough, since they repeat between training and evaluation examples.
+    """
     return (one.task, one.prompt, one.answer, one.info) == (
         other.task,
         other.prompt,

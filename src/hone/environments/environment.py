@@ -1,4 +1,4 @@
-"""Environments: a data set of tasks, the course of a conversation, and its reward.
+"""Base class of environments: a data set of tasks, the rollout of a task, and its reward.
 
 row {question | prompt, answer, info, task} ─► Example ─ rollout(client, example, sampling) ─► Rollout with reward
                                                             └─ client.chat(messages) ─► Turn
@@ -43,7 +43,7 @@ class ModelClient(Protocol):
 
 
 def check_rollout(rollout: Any) -> Rollout:
-    """Return a rollout with plain Python numbers. Raises TypeError if it is not a rollout."""
+    """Convert a rollout's reward and metrics to floats. Raises TypeError if it is not a Rollout."""
     if not isinstance(rollout, Rollout):
         raise TypeError(f"rollout() gave {type(rollout).__name__}, not a Rollout")
     rollout.reward = float(rollout.reward)
@@ -55,8 +55,16 @@ class Environment(ABC):
     """Base class of environments.
 
     Args:
-        dataset, eval_dataset: Hugging Face data sets, lists of rows, or functions that return one.
+        dataset: training rows: a Hugging Face data set, a list of rows, or a function that returns
+            one of these.
+        eval_dataset: evaluation rows, in the same form.
+        system_prompt: put before prompts that have no system message.
+        few_shot: messages put before the `question` of a row without `prompt`.
+        parser: extracts answers; by default the whole text.
+        rubric: computes rewards; empty by default.
         call_timeout: seconds that an environment response, a tool or a reward function may take.
+
+    Raises ValueError for unknown arguments and for rows that are not examples.
     """
 
     name = ""  # the id it was loaded by
@@ -89,13 +97,21 @@ class Environment(ABC):
         self._train, self._eval = self._build_examples(dataset), self._build_examples(eval_dataset)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """Return the training examples, or those for evaluation if there are no others."""
+        """Return the training examples, or the evaluation examples if there are no others.
+
+        Args:
+            n: number of examples to return; -1 for all.
+            seed: shuffle with this seed first; None keeps the order.
+        """
         return _select_examples(
             self._train if self._train is not None else self._eval or [], n, seed
         )
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """Return the evaluation examples, or those for training if none are held out."""
+        """Return the evaluation examples, or the training examples if there are no others.
+
+        `n` and `seed` are as in `get_dataset`.
+        """
         return _select_examples(
             self._eval if self._eval is not None else self._train or [], n, seed
         )
@@ -213,7 +229,10 @@ class Environment(ABC):
 
 
 def _checked_prompt(prompt: Any, index: int) -> list[Message]:
-    """Return a prompt without keys that are None. Raises ValueError if it is no list of messages."""
+    """Return a prompt's messages without keys whose value is None.
+
+    Raises ValueError if it is not a list of messages with roles.
+    """
     if not isinstance(prompt, list) or not all(
         isinstance(one, dict) and one.get("role") for one in prompt
     ):
@@ -224,7 +243,7 @@ def _checked_prompt(prompt: Any, index: int) -> list[Message]:
 
 
 def _as_json(answer: Any) -> Any:
-    """Return an answer as JSON values; other objects as text, None as ""."""
+    """Convert an answer to JSON values: None becomes "", other objects become text."""
     answer = "" if answer is None else to_plain(answer)
     try:
         json.dumps(answer)

@@ -1,4 +1,4 @@
-"""Data sets of the hub by the names that v0 environments use, as rows of `question` and `answer`."""
+"""Load data sets of the hub by the names of verifiers v0, as rows of `question` and `answer`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -38,7 +38,13 @@ DATA: dict[
 def load_example_dataset(
     name: str = "gsm8k", split: str | None = None, n: int | None = None, seed: int = 0
 ) -> Any:
-    """Return a `datasets.Dataset`, or `n` rows of it drawn with `seed`.
+    """Load a data set, such as "gsm8k" or "math500", as a `datasets.Dataset`.
+
+    Args:
+        name: a key of DATA.
+        split: split on the hub; each data set has a default.
+        n: number of rows to draw; None for all.
+        seed: seed of the draw.
 
     Raises ValueError for an unknown name and if the hub cannot be reached.
     """

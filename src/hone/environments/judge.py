@@ -21,16 +21,22 @@ Response:
 {response}
 
 Say only "yes" if the response gives the right answer, else "no"."""
-RETRIES = 3
+JUDGE_RETRIES = 3
 
 
 class JudgeRubric(Rubric):
-    """Rubric whose functions may take `judge`, and call `await judge(prompt, completion, answer,
-    state)`.
+    """Rubric whose reward functions can ask a judge model.
 
-    judge_prompt has {question}, {answer} and {response}. judge_client is an `openai` client;
-    without it `base_url` and the key in the environment variable `api_key_var` are used. Answers
-    are cached in the rollout's state, so that several functions ask once.
+    A reward function that takes `judge` calls `await judge(prompt, completion, answer, state)`.
+    Answers are cached in the rollout's state, so that several functions share one request.
+
+    Args:
+        judge_client: an `openai` client; without it `base_url` is used, with the key from the
+            environment variable `api_key_var`.
+        judge_model: name of the judge on its server.
+        judge_sampling_args: further keys of the request.
+        judge_prompt: text with {question}, {answer} and {response}.
+        timeout: seconds per request, without `judge_client`.
     """
 
     def __init__(
@@ -67,8 +73,10 @@ class JudgeRubric(Rubric):
         state: dict[str, Any] | None = None,
         **_: Any,
     ) -> str:
-        """Return the judge's answer. Raises ConnectionError or RuntimeError if it cannot be
-        reached.
+        """Return the judge's answer.
+
+        Raises ConnectionError if the judge cannot be reached, RuntimeError if it refuses the
+        request.
         """
         asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
         response = self.parser.parse_answer(completion)
@@ -88,8 +96,8 @@ class JudgeRubric(Rubric):
         key = os.environ.get(self.api_key_var, "")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(timeout=self.timeout, headers=headers) as client:
-            for attempt in range(RETRIES):
-                is_last = attempt == RETRIES - 1
+            for attempt in range(JUDGE_RETRIES):
+                is_last = attempt == JUDGE_RETRIES - 1
                 try:
                     answer = await client.post(self.url, json=body)
                 except httpx.HTTPError as error:

@@ -37,11 +37,13 @@ START_SECONDS = 60.0  # seconds in which a process has to import what it needs
 
 
 class MathRubric(Rubric):
-    r"""Reward 1 if the answer equals `answer` mathematically, by math-verify.
+    r"""Reward 1 if math-verify finds the answer equal to the example's `answer`.
 
-    `parser` extracts the answer: after any thinking, inside `\boxed{}`. A comparison that exceeds
-    `timeout_seconds` counts as different. `max_workers` processes compare in parallel, up to four
-    by default.
+    Args:
+        parser: extracts the answer; by default the content of the last `\boxed{}` after any
+            thinking.
+        timeout_seconds: a comparison that takes longer counts as different.
+        max_workers: processes that compare in parallel; by default one per core, up to four.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class MathRubric(Rubric):
 
 
 class Comparer:
-    """A pool of comparison processes that end with this one.
+    """Pool of processes that compare expressions; they exit with this process.
 
     A comparison has `timeout` seconds from its start in a process; starting a process and waiting
     for a free one do not count. A timeout kills the process; another is started on demand.

@@ -20,7 +20,7 @@ def assistant_texts(completion: Completion) -> list[str]:
 
 
 class Parser:
-    """Parse the last answer with `extract_fn`, by default the whole text."""
+    """Parser that applies `extract_fn` to the last assistant message; by default keeps its text."""
 
     def __init__(self, extract_fn: Callable[[str], str] = str) -> None:
         self.extract_fn = extract_fn
@@ -37,7 +37,7 @@ class Parser:
         return answer
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """Return a reward function for the format; any format counts here."""
+        """Return a reward function for the format. This parser accepts any format: always 1."""
 
         def format_reward(completion: Completion) -> float:
             return 1.0
@@ -68,7 +68,11 @@ class ThinkParser(Parser):
         return f"<think>\n</think>\n{answer}"
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """Reward the share of answers `<think>…</think>…` with one of each tag and text after."""
+        """Return a reward function for the format `<think>…</think>…`.
+
+        Its value is the share of assistant messages that begin with `<think>`, have each tag once,
+        and have text after `</think>`.
+        """
 
         def format_reward(completion: Completion) -> float:
             texts = [text.strip() for text in assistant_texts(completion)]
@@ -107,10 +111,11 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
 
 
 class XMLParser(Parser):
-    """Parse fields written as `<field>…</field>`. A tuple of names accepts any of them.
+    """Parse fields written as `<field>…</field>`.
 
-    `parse` returns an object with one attribute per name, None for missing tags. `parse_answer`
-    returns `answer_field` (by default the last field) of the last assistant message that has it.
+    A field given as several names matches any of them. `parse` returns an object with one attribute
+    per name, None for missing tags. `parse_answer` returns `answer_field` (by default `answer`, or
+    else the last field) of the last assistant message that has it.
     """
 
     def __init__(
@@ -163,8 +168,10 @@ class XMLParser(Parser):
         return "\n".join(f"<{'|'.join(names)}>\n...\n</{'|'.join(names)}>" for names in self.fields)
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """Return a reward in [0, 1]: 0.4 for present fields, 0.2 each for clean tags, start and
-        end.
+        """Return a reward function in [0, 1] for the format, a mean over assistant messages.
+
+        A message gets 0.4 times the share of fields that are present, 0.2 if every tag is closed,
+        0.2 if it starts with the first field, and 0.2 if it ends with the last.
         """
 
         def format_reward(completion: Completion) -> float:

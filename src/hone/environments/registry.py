@@ -1,6 +1,4 @@
-"""Environments by id: `reverse-text` or `owner/reverse-text` is the installed module
-`reverse_text`.
-"""
+"""Load environments by id: `reverse-text` or `owner/reverse-text` is the module `reverse_text`."""
 
 import difflib
 import importlib.metadata
@@ -24,7 +22,8 @@ def load_environment(env_id: str, **env_args: Any) -> Environment:
     """Load an environment by calling its package's `load_environment(**env_args)`.
 
     Environments of the verifiers library run in a process of their own. Raises ValueError for an
-    unknown id (with the nearest installed one) or arguments that it does not accept.
+    unknown id (and suggests the closest installed one), or for arguments that the environment does
+    not accept.
     """
     return _load_configured(EnvConfig(id=env_id, args=env_args))
 
@@ -52,7 +51,10 @@ def _load_configured(env: EnvConfig) -> Environment:
 
 
 def add_folder(place: str, env_id: str) -> None:
-    """Make an environment in a folder importable: `place`/my_env/my_env.py, or a package there."""
+    """Add an environment's folder `place`/my_env to the import path, here and for its workers.
+
+    It holds my_env.py or a package my_env. A folder that does not exist is ignored.
+    """
     folder = Path(place) / native.module_of(env_id)
     if folder.is_dir():
         sys.path.insert(0, str(folder))
@@ -102,9 +104,10 @@ def _find_protocol(distribution: importlib.metadata.Distribution) -> str:
 def load_environments(
     wanted: Iterable[EnvConfig], template_arguments: dict[str, Any] | None = None
 ) -> dict[str, Environment]:
-    """Return the environments of a run by the names that they are known by.
+    """Load the environments of a run; return them by their configured names.
 
-    `template_arguments`: those of the model, which an environment's own win over.
+    `template_arguments` are the model's arguments of the chat template; an environment's own
+    arguments override them.
     """
     environments: dict[str, Environment] = {}
     for env in wanted:

@@ -1,4 +1,4 @@
-"""Rollouts as lines of JSON, the same in training and evaluation."""
+"""Convert rollouts to JSON rows and back, the same in training and evaluation."""
 
 from typing import Any
 
@@ -6,8 +6,9 @@ from hone.records import Completion, Example, Rollout, Turn
 
 
 def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]:
-    """Return a rollout as a row: prompt, turns, reward, metrics and times; with `token_ids` the
-    tokens too.
+    """Convert a rollout to a JSON row: prompt, turns, reward, metrics and timings.
+
+    With `token_ids` the turns have token ids and logprobs, otherwise only the numbers of tokens.
     """
     example = rollout.example
     return {
@@ -45,7 +46,7 @@ def _encode_turn(turn: Turn, token_ids: bool) -> dict[str, Any]:
 
 
 def rollout_of(row: dict[str, Any]) -> Rollout:
-    """Build a rollout from a row, with the tokens that the row has."""
+    """Build a rollout from its row. Token ids and logprobs are empty if the row has none."""
     turns = [
         Turn(
             t.get("prompt_ids") or [],

@@ -1,8 +1,7 @@
 """Rubrics: weighted sums of reward functions.
 
-per rollout       f(completion, answer, …) -> float                  when the rollout has ended
-per group         f(completions, answers, …) -> list of floats       when all rollouts of an example
-have ended
+per rollout   f(completion, answer, …) -> float               when the rollout has ended
+per group     f(completions, answers, …) -> list of floats    when all rollouts of an example have ended
 """
 
 import difflib
@@ -34,20 +33,21 @@ _said: set[tuple[str, str]] = set()
 
 
 class RewardError(ValueError):
-    """Raised when a reward function returns no number."""
+    """Raised when a reward function fails or returns no finite number."""
 
 
 class Rubric:
-    """reward = sum of weight x value over the functions; values are also metrics by function name.
+    """Weighted sum of reward functions; each value is also a metric, by the function's name.
 
-    A function takes by name what it needs of prompt, completion, answer, state, info, task, parser
-    and what `add_class_object` added (or everything with `**kwargs`), and returns a float, sync or
-    async. A function that takes a plural name (completions, states, …) receives lists over all
-    rollouts of an example and returns a list. Functions of weight 0 are only metrics.
+    A function names as parameters what it needs of prompt, completion, answer, state, info, task,
+    parser and the names given to `add_class_object` (`**kwargs` receives all of them). It returns a
+    float and may be async. A function with a parameter in the plural (completions, states, …) is a
+    group function: it receives lists over all rollouts of an example and returns a list of floats.
+    A function of weight 0 is only a metric.
 
-    A function that raises or returns no finite number fails its rollout, which is retried like
-    others. With `on_error` "zero" it counts 0 instead, and in the metric `reward_raised`. Either
-    way it is logged once.
+    A function that raises or returns no finite number fails its rollout, which is then retried.
+    With `on_error` "zero" it counts as 0 instead, and the metric `reward_raised` counts such
+    functions. In both cases the failure is logged once.
     """
 
     on_error = "fail"
@@ -125,7 +125,14 @@ class Rubric:
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[tuple[float, dict[str, float]]]:
-        """Return for each rollout of a group the reward and values of the group functions."""
+        """Return, for each rollout of a group, the reward and values of the group functions.
+
+        Args:
+            available: the available arguments of each rollout.
+            timeout: seconds per call.
+
+        Raises RewardError.
+        """
         every: dict[str, Any] = {
             many: [one[name] for one in available] for many, name in OF_GROUP.items()
         }
@@ -260,7 +267,7 @@ def _merge_scores(
 
 @functools.lru_cache(maxsize=256)
 def make_unique(given: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names made unique: the second of a name becomes NAME_2."""
+    """Make names unique: the second occurrence of NAME becomes NAME_2."""
     names: list[str] = []
     for name in given:
         own = name
@@ -291,7 +298,7 @@ def _one_number(value: Any) -> list[float]:
 
 
 def _read_number(value: Any) -> float:
-    """Return a finite number. Raises _NoNumber with the reason otherwise."""
+    """Convert a value to a finite float. Raises _NoNumber with the reason otherwise."""
     if isinstance(value, str) or value is None:
         raise _NoNumber(f"returned {value!r}")
     try:

@@ -1,9 +1,9 @@
-"""A contained Python session for model-written code: it computes, and reaches nothing else.
+"""Sandboxed Python sessions for model-written code, isolated by Linux namespaces.
 
     run(code) ─► unshare ─► sandbox_keeper.py ─► session        (own process namespace, network and files)
 
-Linux namespaces, limits and a system call filter contain it; it can start threads but no processes.
-`Sandbox.start` refuses, with the reason, on machines that lack these. Answers report what was
+Namespaces, resource limits and a system call filter isolate a session; it can start threads but no
+processes. `Sandbox.start` raises SandboxError on machines that lack these. Answers report what was
 killed or truncated, and the next call works.
 """
 
@@ -29,8 +29,14 @@ FIRST_USER_ID = 61_000
 class Limits:
     """Limits of one session.
 
-    `seconds` per call; bytes of `memory`, of one `file`, of all files (`disk`), of displayed
-    `output`; `cpu` seconds per session; number of `threads`.
+    Attributes:
+        seconds: wall time per call.
+        memory: bytes of memory.
+        file: bytes of one file.
+        disk: bytes of all files.
+        output: bytes of output returned per call.
+        cpu: seconds of CPU time per session.
+        threads: number of threads.
     """
 
     seconds: float = 10.0
@@ -47,7 +53,7 @@ class SandboxError(RuntimeError):
 
 
 class Sandbox:
-    """A session, made by `await Sandbox.start(limits)`."""
+    """A sandboxed session; create it with `await Sandbox.start(limits)`."""
 
     count = 0
 
@@ -106,7 +112,11 @@ class Sandbox:
         return made
 
     async def run(self, code: str) -> str:
-        """Run code and return its output, the value of its last line, and how it ended."""
+        """Run code; return its output and the value of a final expression as text.
+
+        Notes in brackets say if output was cut off or if the session has ended. Raises
+        ConnectionError if the sandbox is gone.
+        """
         if not isinstance(code, str):
             raise ValueError(f"code must be text, found {type(code).__name__}")
         answer = await self._send_request({"code": code, "seconds": self.limits.seconds})

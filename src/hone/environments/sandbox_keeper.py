@@ -47,7 +47,7 @@ SYSTEM = (
     "/dev/urandom",
 )
 HOME = "/home/python"  # the session's folder
-FILES = 4096  # files and directories in HOME
+MAX_FILES = 4096  # files and directories in HOME
 CLONE3 = 435
 CLONE_THREAD = 0x10000
 AF_INET6 = 10
@@ -82,7 +82,13 @@ def mount(source, target, kind=None, flags=0, options=None):
 
 
 def enter_root(root, readable, disk):
-    """Enter a root directory that holds only what may be read."""
+    """Change to a new root directory with read-only `readable` paths and an empty home.
+
+    Args:
+        root: directory to mount it at.
+        readable: paths that the session may read.
+        disk: bytes of the home directory, which is in memory.
+    """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in readable:
@@ -111,7 +117,9 @@ def enter_root(root, readable, disk):
 
 def mount_home(path, disk):
     """Mount an empty folder in memory; both its bytes and its number of files are limited."""
-    mount("tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={FILES},mode=777")
+    mount(
+        "tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={MAX_FILES},mode=777"
+    )
 
 
 def filter_system_calls():
@@ -185,7 +193,7 @@ def give_up_privileges(limits, user):
 
 
 class Session:
-    """A Python that keeps its names from call to call."""
+    """A forked Python process that keeps its variables between calls."""
 
     def __init__(self, limits, user):
         ask, self.asked = os.pipe()
@@ -206,7 +214,10 @@ class Session:
         os.set_blocking(self.asked, False)
 
     def run(self, code, seconds, most):
-        """Run code (bytes) for at most `seconds`; return (output, bytes cut from it, how the session ended or "")."""
+        """Run code (bytes) for at most `seconds`, and keep up to `most` bytes of its output.
+
+        Returns (output, number of bytes cut from it, how the session ended or "" if it still runs).
+        """
         self.discard_output()
         os.kill(self.pid, signal.SIGCONT)
         rest = memoryview(len(code).to_bytes(8, "big") + code)

@@ -20,7 +20,11 @@ ToolFunction = Callable[..., Any]
 
 
 def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
-    """Return a function as an OpenAI tool, with descriptions from its Google-style docstring."""
+    """Describe a function as an OpenAI tool, with texts from its Google-style docstring.
+
+    Parameters named in `skip` are left out. Raises ValueError for annotations that cannot be read
+    and for reserved parameter names.
+    """
     text, of_parameters = _parse_docstring(inspect.getdoc(_unwrap_partial(function)) or "")
     try:
         types = get_type_hints(_unwrap_partial(function))
@@ -80,7 +84,7 @@ def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
 
 
 class ToolRubric(Rubric):
-    """Metrics: the number of tool calls, in total and per tool."""
+    """Rubric with metrics only: the number of tool calls, in total and per tool."""
 
     def __init__(self, tools: Sequence[ToolFunction] = ()) -> None:
         super().__init__()
@@ -104,11 +108,11 @@ def _list_calls(completion: list[Message]) -> list[dict[str, Any]]:
 
 
 class ToolEnv(MultiTurnEnv):
-    """Environment in which the model calls `tools` until it answers without a call, or `max_turns`
-    is reached.
+    """Environment whose model calls `tools` until it answers without a call.
 
-    What a tool raises is returned to the model as `error_formatter` writes it, except
-    `stop_errors`.
+    A rollout also ends after `max_turns`. If a tool raises, the model receives the text that
+    `error_formatter` makes of the exception; exceptions of the types `stop_errors` fail the rollout
+    instead.
     """
 
     times_its_calls = True
@@ -191,7 +195,7 @@ class ToolEnv(MultiTurnEnv):
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
     ) -> dict[str, Any]:
-        """Return the arguments of a call as the tool receives them."""
+        """Return the arguments to call a tool with; subclasses may change those of the model."""
         return arguments
 
     async def call_tool(
@@ -215,10 +219,10 @@ class ToolEnv(MultiTurnEnv):
 
 
 class StatefulToolEnv(ToolEnv):
-    """Tools with extra arguments from the rollout that the model does not see.
+    """Tools with arguments that come from the rollout's state and are hidden from the model.
 
-    `add_tool(tool, args_to_skip=["path"])` hides them; override `update_tool_args(tool_name,
-    tool_args, messages, state)` to return the arguments with them.
+    `add_tool(tool, args_to_skip=["path"])` hides an argument. Override `update_tool_args(tool_name,
+    tool_args, messages, state)` to return the arguments with the hidden ones added.
     """
 
     def update_tool_args(

@@ -18,7 +18,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
-    """Return a decorator of methods with an optional `(priority=…)`; higher priority runs first."""
+    """Return a decorator that marks methods as `kind`; higher `priority` runs first.
+
+    `words` complete the decorator's docstring.
+    """
 
     def mark_method(method: F | None = None, *, priority: int = 0) -> Any:
         def with_priority(method: F) -> F:
@@ -27,7 +30,7 @@ def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
 
         return with_priority if method is None else with_priority(method)
 
-    mark_method.__doc__ = f"Marks a method {words} Those of higher priority come first."
+    mark_method.__doc__ = f"Mark a method {words} Methods of higher priority run first."
     return mark_method
 
 
@@ -220,8 +223,10 @@ def _first_state(example: Example) -> State:
 
 
 def _parse_messages(given: Any, state: State) -> list[Message]:
-    """Return the messages of an environment's answer: a list, one message, text, or these with the
-    state.
+    """Convert the result of `env_response` to a list of messages.
+
+    The result is a list, one message or a text (a user message), alone or in a tuple with a dict
+    that updates the state. Raises TypeError otherwise.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], dict):
         given, changed = given

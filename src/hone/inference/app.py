@@ -1,11 +1,11 @@
-"""The server's routes: a sampler, Hone's engine or vLLM, behind the OpenAI API.
+"""HTTP routes of the server: the OpenAI API on top of a sampler (Hone's engine or vLLM).
 
     GET  /health                        200 once the model is loaded; the only route without a key
     GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
     POST /v1/chat/completions           a conversation; whole or streamed, ends when the client hangs up
     POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
     POST /v1/completions                texts or token ids
-    POST /v1/responses                  a conversation in the words of OpenAI's newer API, plain text alone
+    POST /v1/responses                  a conversation in the format of OpenAI's Responses API, text only
     POST /tokenize, /detokenize
     GET  /metrics                       for Prometheus
     GET  /openapi.json                  the routes and their bodies
@@ -36,13 +36,14 @@ from hone.inference.served_model import Served
 
 BODY, BODY_A_TOKEN = 2**24, 256  # largest body: a minimum, and bytes per token of the context
 # Seconds that a client may send or read nothing, and the number of open requests.
-STILL = 60.0
-OPEN = 8192
+STALLED_CLIENT_SECONDS = 60.0
+MAX_OPEN_RESPONSES = 8192
 
 
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
-    """Return the routes. `api_key` opens all of them, `client_key` those that do not change the
-    server.
+    """Build the FastAPI app with all routes.
+
+    `api_key` opens all routes, `client_key` all but those that control the server.
     """
     app = FastAPI(
         title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json"
@@ -105,9 +106,9 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
 
 
 class KeyGuard:
-    """Let requests through that carry a key as a bearer token, and those to /health.
+    """Middleware that requires an API key as a bearer token, except for /health.
 
-    With the client's key the routes that control the server are refused.
+    The client's key does not open the routes that control the server.
     """
 
     def __init__(self, app: ASGIApp, api_key: str, client_key: str | None = None) -> None:
@@ -136,14 +137,13 @@ class KeyGuard:
 
 
 class PageGuard:
-    """Keep web pages from using a server without a key through the browser of somebody on its
-    machine.
+    """Middleware that keeps web pages in a local browser from using a server without a key.
 
     A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1
     (DNS rebinding), read the answers. So on loopback the Host header must be an address, localhost
     or the machine's name. On every address, requests other than GET must not come from a page of
-    elsewhere, and their body must be declared as JSON, which a page cannot do without a preflight
-    request.
+    another machine, and their body must be declared as JSON, which a page cannot do without a
+    preflight request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -178,14 +178,14 @@ class PageGuard:
         return ""
 
     def _is_known(self, scope: Scope, host: str) -> bool:
-        """Return False for a request over loopback to a name that somebody else may have given to this machine."""
+        """Return False for a loopback request whose host name may come from foreign DNS."""
         reached = (scope.get("server") or ("127.0.0.1",))[0]
         is_local = not is_address(reached) or ipaddress.ip_address(reached).is_loopback
         return not is_local or not host or host in self.names or is_address(host)
 
 
 def host_of(url: str) -> str:
-    """Return the host of a URL in lower case, "?" for what is none."""
+    """Return the host of a URL in lower case, or "?" if the URL is invalid."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -193,7 +193,7 @@ def host_of(url: str) -> str:
 
 
 def is_address(host: str) -> bool:
-    """Return True for the number of a machine, which no name server can lead elsewhere."""
+    """Return True for an IP address, which DNS cannot redirect."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -202,8 +202,11 @@ def is_address(host: str) -> bool:
 
 
 class Limit:
-    """Refuses bodies that are larger than any request that could be answered or do not come, and
-    requests beyond those that a server may have open; lets go of clients that do not read.
+    """Middleware that limits body size, open requests, and the time a client may stay idle.
+
+    It answers 413 for a body larger than any valid request, 429 beyond MAX_OPEN_RESPONSES open requests, and 408
+    if nothing of a body arrives for STALLED_CLIENT_SECONDS seconds. It disconnects clients that read nothing for
+    STALLED_CLIENT_SECONDS seconds.
     """
 
     def __init__(self, app: ASGIApp, served: Served) -> None:
@@ -219,8 +222,8 @@ class Limit:
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > most:
             return await build_refusal(413, words)(scope, receive, send)
-        if self.open >= OPEN:
-            busy = f"{OPEN} requests are open, more than this server takes; ask again later"
+        if self.open >= MAX_OPEN_RESPONSES:
+            busy = f"{MAX_OPEN_RESPONSES} requests are open, more than this server takes; ask again later"
             return await build_refusal(429, busy, "rate_limit_error")(scope, receive, send)
         read = 0
         is_whole = False
@@ -230,11 +233,11 @@ class Limit:
             if is_whole:  # the next message is the disconnect
                 return await receive()
             try:
-                async with asyncio.timeout(STILL):
+                async with asyncio.timeout(STALLED_CLIENT_SECONDS):
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(
-                    408, f"nothing of the body has come for {STILL:.0f} s"
+                    408, f"nothing of the body has come for {STALLED_CLIENT_SECONDS:.0f} s"
                 ) from None
             read += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
@@ -244,11 +247,11 @@ class Limit:
 
         async def read_by_somebody(message: Message) -> None:
             try:
-                async with asyncio.timeout(STILL):
+                async with asyncio.timeout(STALLED_CLIENT_SECONDS):
                     await send(message)
             except TimeoutError:
                 raise ConnectionError(
-                    f"a client has read nothing for {STILL:.0f} s: it is let go"
+                    f"a client has read nothing for {STALLED_CLIENT_SECONDS:.0f} s: disconnected"
                 ) from None
 
         self.open += 1

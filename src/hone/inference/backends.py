@@ -1,7 +1,8 @@
-"""Backends of a server: Hone's engine, in this process or its own (engine_process.py), or a vLLM.
+"""Backends of a server: Hone's engine, in this process or its own (engine_process.py), or vLLM.
 
 with backend(config) as opened:
-    opened.run(program over opened.wait())     wait: until the model is loaded; returns the served model
+    served = opened.wait()  # until the model is loaded
+    opened.run(program)     # a coroutine that serves it
 """
 
 import asyncio
@@ -19,15 +20,18 @@ from hone.inference.event_loop import run_event_loop as run_loop
 from hone.inference.served_model import Served, find_allowed_directories
 
 log = logging.getLogger("hone.inference")
-POLL_SECONDS = 0.2  # seconds between looks whether vLLM is there
+POLL_SECONDS = 0.2  # seconds between checks that vLLM is alive
 
 
 def takes_vllm(config: InferenceConfig) -> bool:
-    """Return True if vLLM computes; `auto` decides by the configuration and the model."""
+    """Return True if the backend is vLLM; `auto` decides by the configuration and the model.
+
+    Raises ValueError if vLLM is chosen and exact numerics are requested.
+    """
     is_wanted = config.backend == "vllm" or (config.backend == "auto" and config.needs_vllm)
     if is_wanted and config.model.numerics == "exact":
         raise ValueError(
-            "model.numerics exact: vLLM has sums of its own order; take --backend hone, or fast"
+            "model.numerics exact: vLLM sums in another order; use --backend hone or numerics fast"
         )
     if config.backend != "auto" or is_wanted:
         return is_wanted
@@ -101,7 +105,7 @@ class Embedded:
 
 
 class Vllm:
-    """A vLLM started here, behind the same routes."""
+    """Backend that starts a vLLM process and serves it behind the same routes."""
 
     def __init__(self, config: InferenceConfig) -> None:
         from hone.inference.samplers.vllm import VllmSampler
@@ -132,7 +136,7 @@ class Vllm:
         self.process.__exit__()
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Run the program. Raises SystemExit with BACKEND_LOST if vLLM ends first."""
+        """Run the program. If vLLM ends first, exit this process with code BACKEND_LOST."""
 
         async def run_both() -> None:
             await self.sampler.open()
@@ -151,7 +155,10 @@ class Vllm:
 
     @staticmethod
     def run_headless(config: InferenceConfig) -> None:
-        """Run replicas for a server on another machine until they end."""
+        """Run copies of the model for a server on another machine.
+
+        Raises ValueError when they end.
+        """
         from hone.inference.samplers.vllm_process import VllmProcess
         from hone.models.hf import resolve_model
 

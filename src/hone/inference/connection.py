@@ -19,9 +19,10 @@ class HungUp(Exception):
 
 
 class Listening:
-    """Context manager that cancels its task when the client hangs up, which raises HungUp there.
+    """Context manager that raises HungUp in its task when the client disconnects.
 
-    After the body, the only message a connection can receive is the disconnect.
+    It cancels the task and turns the cancellation into HungUp. After the body, the only message a
+    connection can receive is the disconnect.
     """
 
     def __init__(self, connection: Request) -> None:
@@ -56,7 +57,10 @@ class Listening:
 
 
 async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> list[T]:
-    """Return the results in order. If the client hangs up first, cancel all and raise HungUp."""
+    """Await all `work` and return the results in order.
+
+    If the client hangs up first, cancel the work and raise HungUp.
+    """
     with Listening(connection):
         if len(work) == 1:
             return [await work[0]]
@@ -69,8 +73,9 @@ async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> lis
 
 
 class EventStream(Response):
-    """Response of server-sent events, ended by DONE. `events` is closed at once when the client
-    hangs up.
+    """Response that streams server-sent events: `head`, then `events`, which end with DONE.
+
+    `events` is closed at once when the client hangs up.
     """
 
     def __init__(self, head: str, events: AsyncGenerator[str, None], listening: Listening) -> None:

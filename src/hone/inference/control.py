@@ -1,5 +1,4 @@
-"""Control of a server: pause, new weights, proof of what it serves. Behind the key if there is one,
-else from this machine alone.
+"""Control routes of a server: pause it, load new weights, prove what it serves.
 
     POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},
@@ -9,14 +8,15 @@ else from this machine alone.
     POST /resume                         go on
     GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
                                          ?each=true: the fingerprint of each weight too
-    POST /progress                       {"known": {NAME: N}}: running, waiting, of these without_room, and of named
-                                         requests the tokens since
+    POST /progress                       {"known": {NAME: N}}: numbers of running and waiting requests, of waiting ones
+                                         without_room, and the tokens of named requests after the first N
     POST /score                          {"ids": […] or several, "temperature": 1.0}: logprobs of every token after the
                                          first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
-A directory with a tokenizer of its own, or beside it, replaces the tokenizer.
+If the server has an API key, these routes require it; otherwise they only answer requests from this
+machine. If weight_dir, or the folder `text` beside it, has a tokenizer, it replaces the served one.
 """
 
 from collections.abc import Coroutine
@@ -89,11 +89,15 @@ async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
 
 
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
-    """Add the control routes. `is_guarded`: every route requires a key already."""
+    """Add the control routes.
+
+    Unless `is_guarded` (every route requires a key already), they refuse requests that do not come
+    from this machine.
+    """
     sampler = served.sampler
 
-    async def from_here(request: Request) -> None:  # no thread is asked for it
-        # A browser or a proxy.
+    async def from_here(request: Request) -> None:  # async: FastAPI would call it in a thread
+        # Sent by a browser or through a proxy.
         is_relayed = bool({"origin", "forwarded", "x-forwarded-for"} & set(request.headers))
         if not is_guarded and (
             request.client is None
@@ -137,7 +141,10 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
 
     @app.post("/progress", dependencies=guard)
     async def progress(body: Known) -> dict[str, Any]:
-        """Report progress. `known` maps NAME/I to the number of tokens that the client has."""
+        """Report running and waiting requests, and new tokens of named requests.
+
+        `known` maps NAME/I to the number of tokens that the client has.
+        """
         return await sampler.report_progress(body.known)
 
     @app.post("/score", dependencies=guard)

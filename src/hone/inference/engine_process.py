@@ -1,12 +1,12 @@
-"""Hone's engine in a process of its own, so that answering requests and sampling do not share one
-GIL.
+"""Run Hone's engine in its own process, so that HTTP and sampling do not share one GIL.
 
     server: routes ─► ApartSampler ── frames, over a pair of sockets ──► engine: EmbeddedSampler ─► EngineService
                            ▲                                                │
                            └───── results, by the number of the call ◄──────┘
 
 The sockets have no name, so only these two processes read or write them; values are pickled. The
-engine exits when the server is gone; the server exits, to be restarted, when the engine is.
+engine process exits when the server is gone. The server exits when the engine process is gone, and
+its launcher restarts it.
 """
 
 import asyncio
@@ -51,7 +51,10 @@ log = logging.getLogger("hone.inference")
 
 
 class SamplerFacts(NamedTuple):
-    """The server's copy of the engine's facts, updated with the result of calls that may change it."""
+    """Properties of the engine's sampler, cached in the server.
+
+    Results of calls that may change them bring new values.
+    """
 
     context: int
     vocabulary: int
@@ -60,10 +63,14 @@ class SamplerFacts(NamedTuple):
 
 
 class Frames(asyncio.Protocol):
-    """Exchange values with the other process.
+    """Protocol that exchanges pickled values with the other process.
 
-    Values sent in one turn of the event loop arrive together; the number received per turn is
-    bounded.
+    Values sent in one turn of the event loop are written together.
+
+    Args:
+        take: called with each received value.
+        gone: called when the other process is gone.
+        at_once: values to handle per turn of the event loop; None for all.
     """
 
     def __init__(
@@ -312,7 +319,7 @@ class Apart:
         return self
 
     def wait(self) -> Served:
-        """Wait for the engine. Raises the error that kept it from starting."""
+        """Wait until the engine is ready; return the served model. Raises its start-up error."""
         try:
             ready = receive_value(self.sock)
         except (EOFError, OSError):
@@ -344,7 +351,7 @@ class Apart:
             os._exit(BACKEND_LOST)
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Run the program. Raises SystemExit with BACKEND_LOST if the engine process ends first."""
+        """Run the program. If the engine process ends first, exit with code BACKEND_LOST."""
 
         async def run_both() -> None:
             await self.sampler.open(self.sock)
@@ -415,7 +422,7 @@ async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
 
 
 def make_portable(error: Exception) -> Exception:
-    """Return the error, or one with its text if it cannot be pickled."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error

@@ -1,10 +1,9 @@
-"""The compute thread: the one thread that owns a device. Everything else is asyncio and never calls
-torch.
+"""Run an engine on the compute thread, the only thread that owns the device and calls torch.
 
     event loop (its own thread)                  compute (the main thread)
-    generate(request) ─ pending ─ flush ─► inbox ─► engine.add ─► engine.step … ─┐
-    run(function)     ───────────────────► inbox ─► function() between two steps ─┤
-    awaiting futures ◄─ call_soon_threadsafe, once per step ◄── finished requests ◄┘   (lockstep: once all are done)
+    generate(request) ───── pending ─ flush ─► inbox ─► engine.add ─► engine.step … ─┐
+    run_on_engine(function) ─────────────────► inbox ─► function() between two steps ─┤
+    awaiting futures ◄─ call_soon_threadsafe, once per step ◄──── finished requests ◄┘   (lockstep: once all are done)
 
 Requests made in one turn of the event loop reach the engine together, so the rollouts of a group
 share their prompt. In lockstep mode completions are held until the engine is idle: batches then do
@@ -13,7 +12,7 @@ for cores.
 
 Compute is the main thread because the OpenMP runtime counts worker threads over all threads that
 ever computed: with more of them than cores it puts workers to sleep after every operation, which
-makes small ones three times slower.
+makes small operations three times slower.
 """
 
 import asyncio
@@ -35,7 +34,10 @@ _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineService:
-    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread."""
+    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread.
+
+    With `lockstep`, completions are delivered only when the engine is idle.
+    """
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
         self.engine = engine
@@ -54,10 +56,10 @@ class EngineService:
         program: Coroutine[Any, Any, None],
         run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
     ) -> None:
-        """Run an asyncio program and serve its requests until it ends; its exception is raised
-        here.
+        """Run the engine on this thread for an asyncio program, until the program ends.
 
-        Call it on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
+        The program runs on an event loop in another thread; its exception is raised here. Call this
+        on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
         """
         outcome: list[BaseException] = []
         self._closing = False
@@ -131,7 +133,7 @@ class EngineService:
         return await future
 
     def on_loop(self, call: Callable[..., object], *arguments: Any) -> None:
-        """Schedule a call on the event loop's thread; for the compute thread."""
+        """Schedule a call on the event loop; called from the compute thread."""
         # The program has ended and its loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
@@ -140,8 +142,8 @@ class EngineService:
         """Stop computing until `resume`; requests are still accepted. Returns once stopped.
 
         Args:
-            mode: keep: running requests continue after `resume`, with the weights of then; wait:
-                they finish first; abort: all requests end now with the tokens they have.
+            mode: "keep": running requests continue after `resume`, with the weights loaded by then;
+                "wait": they finish first; "abort": all requests end now with the tokens they have.
         """
 
         def stop_engine() -> None:
@@ -232,7 +234,7 @@ def _deliver_results(done: list[_Done]) -> None:
 
 
 class LocalClient:
-    """The model of this process with the client interface of environments."""
+    """TokenClient of environments for the engine in this process."""
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer) -> None:
         self.service = service

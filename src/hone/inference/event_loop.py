@@ -7,7 +7,7 @@ from typing import Any
 
 
 def run_event_loop(program: Coroutine[Any, Any, None]) -> None:
-    """Run a program as `asyncio.run` does."""
+    """Run a program as `asyncio.run` does, on uvloop if it is installed."""
     make = asyncio.new_event_loop
     # Not installed where only the required packages are (docs/gpu.md).
     if importlib.util.find_spec("uvloop"):

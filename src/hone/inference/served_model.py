@@ -18,8 +18,8 @@ log = logging.getLogger("hone.inference")
 def find_allowed_directories(config: InferenceConfig) -> list[Path]:
     """Return the directories that a server's weights and adapters may be read from.
 
-    Unless the configuration names them these are the working directory, $OUTPUT_DIR if it is set,
-    and the directory that the model's is in.
+    By default these are the working directory, $OUTPUT_DIR if it is set, and the directory that
+    contains the model's.
     """
     if config.allowed_dirs is not None:
         return config.allowed_dirs
@@ -33,8 +33,9 @@ def find_allowed_directories(config: InferenceConfig) -> list[Path]:
 
 
 class Served:
-    """A sampler and its tokenizer under a name. Weights and adapters come only from `allowed`
-    directories.
+    """The sampler, tokenizer and name of the served model.
+
+    Weights and adapters are only read from `allowed` directories.
     """
 
     def __init__(
@@ -58,10 +59,15 @@ class Served:
     async def update_weights(
         self, delivered: Path, version: int, name: str | None, message: Message
     ) -> dict[str, Any]:
-        """Load weights as the message says, and the tokenizer beside them.
+        """Load a version's weights, and the tokenizer delivered with it if that has changed.
 
-        `delivered` has at least the model's config.json. Raises ValueError if they cannot be
-        loaded.
+        Args:
+            delivered: directory with at least the model's config.json.
+            version: number of the version.
+            name: new name of the model; None keeps it.
+            message: the sender's message, which says how the weights are sent.
+
+        Returns the new state. Raises ValueError if the weights cannot be loaded.
         """
         self._check_directory(delivered)
         places = [delivered.parent / TEXT, delivered]
@@ -81,7 +87,7 @@ class Served:
         return found | self._describe_model()
 
     async def load_adapter(self, name: str, directory: Path) -> dict[str, Any]:
-        """Load a LoRA adapter, which requests name as their model."""
+        """Load a LoRA adapter; requests select it with its name as `model`."""
         if name == self.name:
             raise ValueError(f"lora_name: {name!r} is the name of the model itself")
         self.sampler.require_capability("adapters")

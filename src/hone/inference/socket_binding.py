@@ -1,4 +1,4 @@
-"""Bind a server's address before weights are loaded, and report who holds it otherwise."""
+"""Bind a server's address before weights are loaded; if it is in use, report by which process."""
 
 import os
 import socket
@@ -7,8 +7,9 @@ from pathlib import Path
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a bound socket. Raises ValueError if the address is unavailable, naming its holder if
-    known.
+    """Return a socket that is bound to the address.
+
+    Raises ValueError if the address is unavailable, naming the process that holds it if known.
     """
     # The protocol is explicit: asyncio disables Nagle's algorithm, which costs 40 ms per answer,
     # only for TCP.
@@ -29,7 +30,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def describe_port_holder(port: int) -> str:
-    """Return the process that listens on a port, by /proc: ` by process 42 (python -m …)`."""
+    """Return which process listens on a port: " by process 42 (python -m …)", "" if unknown."""
     sockets = {f"socket:[{inode}]" for inode in find_listening_sockets(port)}
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         try:

@@ -1,11 +1,13 @@
-"""`rl` in one process: sampler and trainer share one model, so a weight update copies only merged adapters.
+"""Run `rl` in one process, where sampler and trainer share the weights of one model.
 
     for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
                      event loop + compute thread   compute thread         the engine reads the same storage
 
-On-policy: step N is sampled by version N - 1. Rollouts are written to disk while a GPU computes what the trainer has
-launched; a thread would delay its launches. If nothing else is due before the next step, its requests are made
-meanwhile, so that the engine starts when the trainer ends. The trainer's numbers are read after that.
+A weight update only copies merged adapters. Training is on-policy: step N is sampled by version
+N-1. Rollouts are written to disk on the compute thread, after it has launched the training step on
+the GPU; another thread would delay the launches. If nothing else is due between two steps, the next
+step's requests are submitted at the same time, so that the engine starts when the training step
+ends. The trainer's metrics are read after that.
 """
 
 import asyncio
@@ -59,7 +61,7 @@ class Environments:
 
     @classmethod
     def load(cls, config: RLConfig, given: dict[str, Environment] | None) -> "Environments":
-        """Load what the configuration names, unless environments are given."""
+        """Load the configured environments; if environments are `given`, use those instead."""
         arguments = config.model.template_arguments
         evaluation = config.orchestrator.eval
         training = given or load_environments(config.orchestrator.env, arguments)
@@ -77,7 +79,7 @@ def main(
 
     Args:
         callbacks: receives the events of the run.
-        environments: by name, instead of those of the configuration.
+        environments: environments by name, used instead of the configured ones.
     """
     trackers.check_trackers(config.wandb, config.tensorboard)
     session = RunSession(config, "rl", "trainer")
@@ -104,7 +106,7 @@ def main(
 
 
 class SharedPolicy:
-    """A policy sink: an engine that samples from the storage of the model in training."""
+    """A policy sink whose engine samples from the weights of the model in training."""
 
     def __init__(self, config: RLConfig, loaded: Loaded, trainer: PolicyTrainer) -> None:
         limit = loaded.model.spec.max_position_embeddings

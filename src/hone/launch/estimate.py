@@ -14,10 +14,10 @@ from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, esti
 
 
 def memory_lines(config: Config) -> list[str]:
-    """Return one line for training and one for sampling, as far as the command has them.
+    """Return a line of estimated memory for training and one for sampling, where they apply.
 
-    If the model's config.json is not on this machine, the line says so. Raises ValueError for one
-    that cannot be read.
+    If the model's config.json is not on this machine, the only line says so. Raises ValueError if
+    it cannot be read.
     """
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig):
@@ -73,7 +73,7 @@ def _sampling_lines(config: Config, spec: "ModelSpec", kind: str, itemsize: int)
 def _estimate_training(
     config: Config, spec: ModelSpec, itemsize: int
 ) -> tuple[int, Estimate] | None:
-    """Return the tokens of a micro-batch, and the memory estimate of a step."""
+    """Return the tokens of a micro-batch and the memory of a step, None if nothing is trained."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)

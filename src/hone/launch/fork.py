@@ -1,10 +1,10 @@
-"""`rl --fork RUN@N`: a new run from the checkpoint of step N of another, with any configuration.
+"""`rl --fork RUN@N`: start a new run from step N of another run, with any configuration.
 
     RUN/checkpoints/step_N ─► DIR/checkpoints/step_N ─► DIR resumes from there
     RUN/metrics.jsonl, rows to N ─► DIR/metrics.jsonl    run_rl.json: {"fork": {"run", "step", "changed"}}
 
-Weights, optimizer and data position are those of the other run. The data position restarts if what
-it counts has changed (number of prompts, environments). The other run is not changed.
+Weights, optimizer and data position are taken from RUN, which is not changed. The data position
+restarts if the seed, the number of prompts or the environments differ.
 """
 
 import json
@@ -34,7 +34,10 @@ COUNTED = (
 
 
 def fork_run(config: RLConfig) -> RLConfig:
-    """Prepare the directory and return the configuration that resumes in it. Raises ValueError."""
+    """Create the fork's directory; return the configuration that resumes in it.
+
+    A configuration without `fork` is returned unchanged. Raises ValueError.
+    """
     if config.fork is None:
         return config
     source, step = parse_fork(config.fork)
@@ -112,7 +115,7 @@ def parse_fork(fork: str) -> tuple[Path, int]:
 
 
 def find_checkpoint(source: Path, step: int) -> Path:
-    """Return the checkpoint of a step. Raises ValueError that lists those available."""
+    """Return the checkpoint of a step. Raises ValueError that lists the available steps."""
     there = steps_in(source / "checkpoints")
     if step in there:
         return there[step]

@@ -1,8 +1,9 @@
-"""`hone lab`: a training workspace from templates that come with Hone, and job files of hosted
-training.
+"""`hone lab`: set up a training workspace, and run job files of hosted training.
 
-setup   pyproject.toml, configs/, environments/ (as sources), models/ ─ what is there and differs stays as it is
-run     configs/lab/JOB.toml ─► rl
+    setup   pyproject.toml, configs/, environments/ (as sources), models/; existing files are kept
+    run     configs/lab/JOB.toml ─► rl
+
+The files of a workspace are copies of templates that come with Hone.
 """
 
 import argparse
@@ -130,7 +131,7 @@ def prepare(place: Path | None = None) -> None:
 
 
 def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
-    """Return the template files by their path in a workspace: those `wanted`, and the environments."""
+    """Yield (path in the workspace, content) of the `wanted` templates and all environments."""
     for name in wanted:
         source = TEMPLATES / name
         for path in [source] if source.is_file() else sorted(source.rglob("*")):
@@ -152,7 +153,7 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def environment_sources() -> Path:
-    """Return the directory of the six environments' sources, in the package or the checkout."""
+    """Return the directory with the environments' sources, in the package or the checkout."""
     packaged = TEMPLATES / "environments"
     return packaged if (packaged / SIX[0]).is_dir() else Path(__file__).parents[3] / "environments"
 
@@ -200,9 +201,7 @@ def install_project(place: Path) -> int:
 
 
 def find_requirement() -> list[str]:
-    """Return this installation of Hone as an argument of `uv add`: checkout, wheel or index
-    version.
-    """
+    """Return `uv add` arguments for this Hone: its checkout, wheel or index version."""
     distribution = importlib.metadata.distribution("hone-rl")
     text = distribution.read_text("direct_url.json")
     origin = json.loads(text) if text else {}

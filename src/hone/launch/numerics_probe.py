@@ -81,7 +81,7 @@ def main(config: ProbeConfig) -> None:
 def probe_model(
     model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Found:
-    """Compare the two sides of a model, on `count` rollouts of random tokens."""
+    """Compare sampling and training logprobs of a model on `count` rollouts of random prompts."""
     sampled = Merged(model).model
     length = min(4 * max_tokens, model.spec.max_position_embeddings)
     engine = Engine(
@@ -94,7 +94,11 @@ def probe_model(
 def compare_logprobs(
     model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None
 ) -> Found:
-    """Compare sampled with training logprobs; layer by layer if `sampled` is the sampling model."""
+    """Compare the logprobs of sampling with those of training.
+
+    If some differ and the sampling model `sampled` is given, also find the first layer that
+    differs.
+    """
     ours = torch.tensor([x for _, _, logprobs in rollouts for x in logprobs])
     theirs = torch.cat(trained_logprobs(model, rollouts, temperature))
     change = theirs.double() - ours.double()
@@ -227,10 +231,9 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 
 
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
-    """Return the first layer where hidden states of decoded tokens differ; each rollout is decoded
-    alone.
+    """Return the first layer where hidden states of decoded tokens differ, "" if none does.
 
-    The part of the layer is named if the sampler exposes it.
+    Each rollout is decoded alone. The part of the layer is named if the sampler exposes it.
     """
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
@@ -275,9 +278,11 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
 
 
 def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
-    """Return a block's stream and its pending delta, or their sum if the sampler has added them.
+    """Return the tensors of a block's output to compare, by the part of the layer.
 
-    In fast numerics the sides round differently, so the first layer usually differs.
+    These are the residual stream and the pending update, or their sum if the sampler has added them
+    (`is_added`). With fast numerics sampler and trainer round differently, so the first layer
+    usually differs.
     """
     stream, pending = output
     if not isinstance(pending, Tensor):
@@ -290,7 +295,7 @@ def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[st
 
 
 def _allow_only(own: list[int], engine: Engine) -> Any:
-    """Allow only the next of these tokens."""
+    """Return a token mask function that forces the engine to generate exactly the ids `own`."""
 
     def allow_ids(ids: list[int]) -> Any:
         row = torch.zeros(engine.sampler.vocab_size, dtype=torch.bool)

@@ -22,8 +22,14 @@ EVERYWHERE = (None, "0.0.0.0", "::")
 class Component:
     """A process of a run.
 
-    `role` is its command; `gpus` are indices among the run's GPUs there; with `restarts` it is
-    started again when killed, without ending the run; `node`: of a Slurm job, "" for this machine.
+    Attributes:
+        role: its command, such as "trainer".
+        name: name of its configuration and log.
+        gpus: indices among the run's GPUs on its node.
+        address: HOST:PORT of a server.
+        environment: additional environment variables.
+        restarts: if killed, it is started again without ending the run.
+        node: node of a Slurm job; "" for this machine.
     """
 
     role: str
@@ -45,8 +51,10 @@ class Component:
 
 
 def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
-    """Return True if the run uses several processes. `gpus`: available GPUs, by default what torch
-    sees.
+    """Return True if the run uses several processes, False if one process does everything.
+
+    `gpus` is the number of available GPUs, by default what torch sees. Raises ValueError if the
+    deployment is colocated but the configuration needs several processes.
     """
     if config.inference is not None and (
         config.inference.backend == "vllm" or config.inference.needs_vllm
@@ -116,7 +124,7 @@ def plan_components(config: RLConfig) -> list[Component]:
 
 
 def ranks_of_trainer(config: RLConfig) -> list[tuple[str, int, dict[str, str]]]:
-    """Return for each trainer process its node, local rank and environment."""
+    """Return (node, local rank, environment variables) of each trainer process."""
     nodes = config.trainer_nodes or [""]
     count = len(config.trainer_gpu_ids)
     meet = f"{nodes[0]}:{free_port()}" if nodes[0] else ""
@@ -242,7 +250,7 @@ def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
 
 
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
-    """Return the settings of a server that shares its GPU with the trainer: a bounded cache."""
+    """Return a bound on the KV cache of a server that shares a GPU with the trainer, else {}."""
     parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
     server, trainer = (
         set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts
@@ -258,10 +266,10 @@ def free_port() -> int:
 
 
 def thread_environment(config: RLConfig) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for each component.
+    """Return the variables that set the number of threads of each component.
 
-    The trainer's ranks and the inference server divide the cores; what all wait for together gets
-    all.
+    The trainer's ranks and the inference servers divide the cores. HONE_CORES has the number of all
+    cores, for work that the other processes wait for.
     """
     servers = config.inference_replicas if config.inference is not None else 0
     count = len(config.trainer_gpu_ids) + servers
@@ -274,8 +282,13 @@ def thread_environment(config: RLConfig) -> dict[str, str]:
 def environments_of_ranks(
     count: int, nodes: int = 1, node: int = 0, meet: str = ""
 ) -> list[dict[str, str]]:
-    """Return torchrun's variables for `count` processes on a node. `meet`: the first node's
-    HOST:PORT.
+    """Return torchrun's environment variables for each process on a node.
+
+    Args:
+        count: processes per node.
+        nodes: number of nodes.
+        node: index of this node.
+        meet: HOST:PORT of the first node; a free local port by default.
     """
     if count * nodes == 1:
         return [{}]
@@ -285,9 +298,9 @@ def environments_of_ranks(
 
 
 def visible_gpus(ids: list[int] | None, config: RLConfig, node: str = "") -> dict[str, str]:
-    """Return the environment that selects a component's GPUs among the visible ones.
+    """Return the environment variables that restrict a component to its GPUs.
 
-    On another node the component resolves them itself.
+    `ids` are indices among the visible GPUs. A component on another node resolves them itself.
     """
     if ids is None or config.model.device == "cpu":
         return {}

@@ -1,5 +1,4 @@
-"""`rl` as processes: start inference, orchestrator and trainer, watch them, and end all when one
-fails.
+"""Run `rl` as processes: inference, orchestrator and trainer. If one fails, end all.
 
     rl ─┬─ inference      (unless running servers are used)    logs/inference.log, or inference_0.log, …
         ├─ orchestrator   ── HTTP ──► inference                logs/orchestrator.log, console
@@ -103,9 +102,9 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
-    """Refuse to resume with another orchestrator configuration than the run's file has.
+    """Raise ValueError if a resumed run's configuration differs from its configs/rl.toml.
 
-    The trainer's checkpoints know only its own configuration.
+    The trainer's checkpoints know only the trainer's configuration.
     """
     try:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
@@ -177,8 +176,9 @@ class Child:
         self.output_ended_at = time.monotonic()
 
     def exit_code(self) -> int | None:
-        """Return the exit code, negative for signals as Popen does; srun reports those like a
-        shell.
+        """Return the exit code, negative for a signal as in Popen; None while it runs.
+
+        srun reports signals as a shell does (128 + number); they are converted.
         """
         code = self.process.poll()
         return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
@@ -196,7 +196,7 @@ class Child:
         return code != 0 or self.is_server
 
     def describe_failure(self) -> str:
-        """Return one line on why it ended."""
+        """Return one line on why the process ended."""
         self.reader.join(2.0)
         code = self.exit_code() or 0
         error = read_report(self.report).get("error")
@@ -204,8 +204,9 @@ class Child:
 
 
 def on_node(node: str) -> list[str]:
-    """Return the command prefix that starts a process on a node of this Slurm job, empty for this
-    machine.
+    """Return the srun prefix that starts a command on a node of this Slurm job.
+
+    The list is empty for this machine.
     """
     if not node:
         return []
@@ -257,7 +258,7 @@ def _raise_if_preempted(trainers: list[Child]) -> None:
 
 
 def _may_restart(kills: deque[float]) -> bool:
-    """Note that a server was killed now; return False after too many within a short time."""
+    """Record that a server was killed; return False after too many kills in a short time."""
     kills.append(time.monotonic())
     return len(kills) < MAX_KILLS or kills[-1] - kills[0] > KILLS_WITHIN_SECONDS
 
@@ -275,7 +276,7 @@ def find_first_failure(children: list[Child], found: Child) -> Child:
 
 
 def end_children(children: list[Child]) -> None:
-    """End running children, and what they have started."""
+    """End running children: send SIGTERM, and SIGKILL after TERM_SECONDS."""
     end_processes(*(child.process for child in children))
     for child in children:
         child.reader.join(2.0)

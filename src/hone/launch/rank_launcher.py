@@ -1,8 +1,9 @@
-"""`python -m hone.launch.rank_launcher --ranks N sft @ FILE`: run N ranks of a command, as torchrun
-does.
+"""Run the ranks of a command on this node, as torchrun does.
 
-On several nodes, run it once on each: `--nodes 2 --node 1 --meet HOST:PORT`, an address of the
-first node. Unlike torchrun it forwards SIGUSR1, which asks a run to stop.
+    python -m hone.launch.rank_launcher --ranks N sft @ FILE
+
+On several nodes, run it once on each with `--nodes 2 --node 1 --meet HOST:PORT`, where HOST:PORT is
+an address of the first node. Unlike torchrun it forwards SIGUSR1, which asks a run to stop.
 """
 
 import argparse
@@ -17,8 +18,9 @@ from hone.launch.plan import environments_of_ranks
 
 
 def main(argv: list[str]) -> int:
-    """Run the ranks and return the first exit code that is not 0, or 0; the other ranks are then
-    ended.
+    """Run the ranks; return 0 if all succeed, else the exit code of one that did not.
+
+    If a rank fails, the others are ended.
     """
     args = parse_arguments(argv)
     words = [*HONE, *args.words]

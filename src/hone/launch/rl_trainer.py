@@ -1,4 +1,4 @@
-"""`vf-rl` and `hone.RLTrainer`: run `rl` from a file, or arguments, of verifiers' RLTrainer.
+"""`vf-rl` and `hone.RLTrainer`: run `rl` with the configuration of verifiers' RLTrainer.
 
 VfRLConfig ─ as_rl ─► RLConfig ─► colocated.py or processes.py ─ each step's row ─► Console, callbacks
 """
@@ -30,13 +30,15 @@ from hone.users_code import CONTAINED
 Callback = Callable[[int, dict[str, Any]], object]
 # Steps after which a reward that has risen by less is reported.
 FLAT_AFTER = 20
-FLAT = 0.02
-UNSTABLE = 0.5  # share of masked tokens, or mismatch KL, from which training counts as unstable
+FLAT_REWARD_STD = 0.02
+# Share of masked tokens, or mismatch KL, from which training counts as unstable
+UNSTABLE_SHARE = 0.5
 
 
 class RLTrainer:
-    """Train a model on an environment's rewards: `RLTrainer(model, env,
-    RLConfig(max_steps=100)).train()`.
+    """Train a model on an environment's rewards.
+
+        RLTrainer(model, env, RLConfig(max_steps=100)).train()
 
     Args:
         model: a directory in Hugging Face format, or a hub id.
@@ -44,9 +46,10 @@ class RLTrainer:
         args: the keys of `[trainer.args]`.
         env_args: arguments of the environment.
         inference: flags of the sampler, as in `[inference.args]`.
-        callbacks: called after each step with its number and its row of metrics.jsonl; returning
-            False stops training there (with several processes at once, keeping existing
-            checkpoints).
+        callbacks: functions called after each step as `callback(step, row)`, where `row` is the
+            step's row of metrics.jsonl. If one returns False, training stops: in one process
+            once the step is saved as the run's last, with several processes at once, keeping
+            the checkpoints written so far.
 
     Raises ValueError for invalid combinations.
     """
@@ -89,7 +92,8 @@ class RLTrainer:
         """Train to the end and return the history.
 
         Args:
-            resume: True, "auto" or a checkpoint's path resumes a run.
+            resume: True resumes the run from its newest checkpoint; "auto" does so if there is one;
+                a checkpoint's path resumes from that one.
             clean: remove an earlier run first.
         """
         machine.prepare_environment()
@@ -222,11 +226,14 @@ class Console(Events):
             _print_line(sample_block(step, random.Random(step).choice(rows)))
 
     def _show_remark(self, row: dict[str, Any]) -> None:
-        """Warn about numbers that indicate a known problem, with what helps."""
+        """Warn once if metrics indicate a known problem, and say what usually helps."""
         if self.has_remarked:
             return
         log = logging.getLogger("hone.rl")
-        if row.get("is_masked/mean", 0.0) > UNSTABLE or row.get("mismatch_kl/mean", 0.0) > UNSTABLE:
+        if (
+            row.get("is_masked/mean", 0.0) > UNSTABLE_SHARE
+            or row.get("mismatch_kl/mean", 0.0) > UNSTABLE_SHARE
+        ):
             self.has_remarked = True
             log.warning(
                 "Step %d: training is unstable (mismatch KL %.2f, %.0f %% of the tokens masked); what helps: a lower "
@@ -245,10 +252,10 @@ class Console(Events):
         before, now = (
             sum(part) / quarter for part in (self.first[:quarter], self.first[-quarter:])
         )
-        if now - before >= FLAT or before > 0.9:
+        if now - before >= FLAT_REWARD_STD or before > 0.9:
             return
         self.has_remarked = True
-        if before - now > FLAT:
+        if before - now > FLAT_REWARD_STD:
             cause = "the steps may be too large"
             helps = "a lower learning_rate, a larger batch_size"
         elif now < 0.05:

@@ -1,4 +1,4 @@
-"""Report the events of a run that other processes carry out, from its files."""
+"""Report the events of a run in other processes, which are read from its files."""
 
 import json
 from typing import Any

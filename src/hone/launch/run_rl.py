@@ -16,11 +16,12 @@ def main(
     callbacks: Events | None = None,
     environments: dict[str, Environment] | None = None,
 ) -> None:
-    """Run `rl`.
+    """Run `rl`, in one process or several.
 
     Args:
         callbacks: receives the events of the run.
-        environments: by name, instead of those of the configuration.
+        environments: environments by name, used instead of the configured ones; for a run in one
+            process only.
     """
     with dashboard_over(config):
         run_rl(fork_run(config), callbacks, environments)

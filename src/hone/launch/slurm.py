@@ -1,11 +1,10 @@
-"""`hone slurm sft|rl CONFIG …`, also `medarc_slurm`: submit a run as a Slurm job that survives
-preemption.
+"""`hone slurm sft|rl CONFIG …`: submit a run as a Slurm job that survives preemption.
 
     CONFIG, options ─► DIR/configs/{sft,rl}.toml, DIR/{sft,rl}.sh ─ sbatch ─► job: `rl @ configs/rl.toml`, --resume auto
                        DIR/slurm/jobs.jsonl ◄─ the job's number              on USR1: checkpoint, exit, requeue, resume
 
-No shell reads the user's values: options are arguments of sbatch, and values in the script are
-quoted.
+The command is also installed as `medarc_slurm`. No shell reads the user's values: options are
+arguments of sbatch, and values in the script are quoted.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from hone.run_directory import rewrite_file
 TEMPLATE = Path(__file__).parent / "slurm.sh.jinja"
 # Values that an #SBATCH line can hold unquoted.
 PLAIN = re.compile(r"[\w./:@%+=,^\[\]-]+", re.ASCII)
-CHECKPOINTS = 50  # default checkpoint interval in steps, so that a job can resume
+CHECKPOINT_INTERVAL = 50  # default checkpoint interval in steps, so that a job can resume
 OPTIONS = ("account", "partition", "time", "qos", "mem", "mail_user", "constraint", "dependency")
 STATES = "%i|%T|%M|%R"
 COMMAND_SECONDS = 60.0  # seconds that a Slurm command may take
@@ -286,7 +285,7 @@ def gpus_of(args: argparse.Namespace) -> int:
 
 
 def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
-    """Return the job's configuration: file and overrides, on the job's devices, resumable."""
+    """Build the job's configuration from file, overrides and the job's GPUs; it always resumes."""
     words = ["@", args.config, *overrides, "--output-dir", str(directory)]
     if args.command == "sft":
         config: Any = load_config(SFTConfig, words)
@@ -330,7 +329,9 @@ def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Pa
     if config.ckpt is None or config.ckpt.interval is None:
         # At least as often as weights: a run with weights but no checkpoint is not restarted
         # without asking.
-        changes["ckpt"] = {"interval": min(CHECKPOINTS, config.weights.interval or CHECKPOINTS)}
+        changes["ckpt"] = {
+            "interval": min(CHECKPOINT_INTERVAL, config.weights.interval or CHECKPOINT_INTERVAL)
+        }
     return type(config).model_validate(config.model_dump() | changes)
 
 
@@ -465,7 +466,10 @@ def cancel_jobs(args: argparse.Namespace) -> int:
 
 
 def run_slurm_command(words: list[str]) -> "subprocess.CompletedProcess[str]":
-    """Run a Slurm command. Raises ValueError if it is missing or fails."""
+    """Run a Slurm command and return its result, whatever its exit code.
+
+    Raises ValueError if the command is missing or does not answer in time.
+    """
     try:
         return subprocess.run(
             words,

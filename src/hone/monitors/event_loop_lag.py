@@ -10,7 +10,11 @@ MEASURE_SECONDS, ALARM_SECONDS = 0.02, 1.0  # seconds between measurements; a la
 
 
 class Lag:
-    """`watch_loop` measures the lag in a background task; `take_metrics` returns the metrics since its last call."""
+    """Measurements of the event loop's lag.
+
+    `watch_loop` measures it in a background task; `take_metrics` returns the metrics since the last
+    call.
+    """
 
     def __init__(self, log: logging.Logger) -> None:
         self.log = log

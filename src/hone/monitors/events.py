@@ -1,4 +1,4 @@
-"""Events of a run: one interface for console lines, metrics, trackers, the progress line and callbacks."""
+"""Interface for the events of a run: console, metrics, trackers, progress line and callbacks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,36 +11,52 @@ class Events:
     """Callbacks for the events of a run. The default methods do nothing."""
 
     def on_start(self, max_steps: int, done: int) -> None:
-        """The run begins to take steps; `done` of them were taken before it was resumed."""
+        """Called when the run begins to take steps.
+
+        `done` steps were taken before it was resumed.
+        """
 
     def on_last_step(self, step: int) -> None:
-        """The run ends with this step, which is about to be reported, before its max_steps."""
+        """Called with the run's last step before it is reported; it may be below max_steps."""
 
     def on_servers(self, addresses: list[str]) -> None:
-        """Servers are starting at these HOST:PORT addresses."""
+        """Called when servers are starting at these HOST:PORT addresses."""
 
     def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
-        """The run is now loading, generating, training or evaluating; `done` of `total` parts."""
+        """Called when the run's activity or its progress changes.
+
+        `name` is loading, generating, training or evaluating; `done` of `total` parts are done, if
+        `total` is known.
+        """
 
     def on_rollouts(self, step: int, values: dict[str, float], rows: Callable[[], Rows]) -> None:
-        """The rollouts of a step are there; `rows` returns them as trackers take them."""
+        """Called when the rollouts of a step are complete.
+
+        `rows()` returns them as rows with the columns of `trackers.COLUMNS`.
+        """
 
     def on_trained(self, step: int, values: dict[str, float]) -> None:
-        """The trainer has taken a step."""
+        """Called when the trainer has taken a step."""
 
     def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
-        """A version was evaluated; with `is_row` its metrics are not part of a step's."""
+        """Called when a policy version has been evaluated.
+
+        With `is_row` its metrics are a row of their own, otherwise part of a step's row.
+        """
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
-        """A step is done, with all its metrics. Return False to stop the run."""
+        """Called when a step is complete, with all its metrics. Return False to stop the run."""
         return True
 
     def on_weights(self, directory: Path) -> None:
-        """Weights have been written to the directory, and the run can be resumed from there."""
+        """Called when weights are written to a directory and the run can resume from that step."""
 
     @property
     def awaits_weights(self) -> bool:
-        """True if `on_weights` does something, for which checkpoints have to be complete."""
+        """Return True if `on_weights` is overridden.
+
+        Checkpoints are then completed before it is called.
+        """
         return type(self).on_weights is not Events.on_weights
 
 

@@ -48,7 +48,7 @@ class _Json(logging.Formatter):
 
 
 class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
-    """A stream to the current sys.stdout, which a progress bar replaces."""
+    """Log handler for the current sys.stdout, which a progress bar may replace."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -59,10 +59,10 @@ class _Stdout(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def component_log(name: str, directory: Path | None = None) -> logging.Logger:
-    """Return the logger of a component (trainer, orchestrator, sft), with a directory also to
-    NAME.log.
+    """Return the logger of a component (trainer, orchestrator, sft).
 
-    Logs of environments go to the orchestrator's log.
+    With `directory` it also writes to NAME.log there. Logs of environments go to the orchestrator's
+    log.
     """
     logger = logging.getLogger(f"hone.{name}")
     if directory is not None:

@@ -1,4 +1,4 @@
-"""Progress of a run in one line below the log lines of a terminal; nothing elsewhere."""
+"""Show a run's progress in one line below the log lines, if stdout is a terminal."""
 
 from types import TracebackType
 from typing import Any

@@ -22,7 +22,7 @@ def made_by() -> dict[str, str]:
 
 
 def commit_of(directory: Path) -> str:
-    """Return the commit as `1a2b3c4d`, with `+` for changed files; "" without git."""
+    """Return the first 12 digits of the commit, with `+` if files have changed; "" without git."""
     try:
         words = [
             "git",

@@ -99,9 +99,7 @@ def trainer_line(step: int, values: dict[str, float]) -> str:
 
 
 def format_mismatch(values: dict[str, float]) -> str:
-    """Return the mismatch of sampler and trainer; with exact numerics, the number of different
-    bits.
-    """
+    """Format the mismatch KL of sampler and trainer; "0 (exact)" if no logprob differs."""
     if values.get("exact/differs", 1.0) == 0.0:
         return "0 (exact)"
     return f"{values.get('mismatch_kl/mean', 0.0):.2e}"
@@ -120,7 +118,7 @@ def sft_line(step: int, values: dict[str, float]) -> str:
 
 
 def summary_line(step: int, values: dict[str, float]) -> str:
-    """Return the summary of a step, once both sides are known."""
+    """Format the summary of a step from the metrics of its rollouts and its training."""
 
     def value_of(*names: str) -> float:
         return sum(values.get(name, 0.0) for name in names)
@@ -155,7 +153,7 @@ def summary_line(step: int, values: dict[str, float]) -> str:
 
 
 def evaluation_line(version: int, values: dict[str, float]) -> str:
-    """Return the mean reward and failed rollouts of each environment."""
+    """Format the mean reward and the number of failed rollouts of each environment."""
     parts = []
     for name in (key.removesuffix("/failed") for key in values if key.endswith("/failed")):
         failed = values[f"{name}/failed"]
@@ -209,7 +207,7 @@ def whole_run_line(run: RunDirectory) -> str:
 
 
 def sample_lines(step: int, row: dict[str, Any]) -> str:
-    """Return a rollout as text; `row` as trackers take it."""
+    """Format a rollout as text; `row` has the columns of `trackers.COLUMNS`."""
     end = f" ({printable(row['error'] or row['stop'])})" if row["error"] or row["stop"] else ""
     return (
         f"=== Step {step} Sample ===\nPrompt: {printable(row['prompt'])}\nCompletion: {printable(row['completion'])}\n"

@@ -38,7 +38,10 @@ Rows = list[dict[str, Any]]  # rollouts, with COLUMNS as keys
 
 
 class Tracker(ABC):
-    """Base class of trackers. `rows`: all rollouts; `sample`: those shown whole."""
+    """Base class of trackers.
+
+    `log_rollouts` receives all rollouts of a step as `rows`, and in `sample` those to show in full.
+    """
 
     interval = 10  # steps between those with rollouts
     samples = 8
@@ -54,7 +57,7 @@ class Tracker(ABC):
 
 
 class Trackers:
-    """The trackers of a run. None of them can end it."""
+    """The trackers of a run. One that fails is logged and removed, and the run continues."""
 
     def __init__(self, makers: list[tuple[str, Callable[[], Tracker]]]) -> None:
         self._all: dict[str, Tracker] = {}
@@ -70,7 +73,7 @@ class Trackers:
         self._tell_each(lambda tracker: tracker.log_row(step, values))
 
     def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
-        """Send rollouts of a step; `rows` is called only if a tracker takes this step."""
+        """Send a step's rollouts to the trackers that are due; call `rows` only if one is."""
         due = [
             one
             for one in self._all.values()

@@ -1,7 +1,8 @@
 """Step lines as transformers' Trainer and verifiers' RLTrainer print them.
 
-{'loss': 0.0132, 'learning_rate': 0.005, 'epoch': 0.01} Step 1/100: reward=0.75, entropy=0.41,
-importance_ratio=1.00 === Step 5 Sample ===
+{'loss': 0.0132, 'learning_rate': 0.005, 'epoch': 0.01}
+Step 1/100: reward=0.75, entropy=0.41, importance_ratio=1.00
+=== Step 5 Sample ===
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Advantages: map a group's R rewards to R numbers. Pure functions.
+"""Advantage functions: map the R rewards of a group to R advantages. Pure functions.
 
-The keyword-only parameters of a user's function are its configuration keys.
+The keyword-only parameters of a user's function are set by orchestrator.advantage_args.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,13 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Scored:
-    """The rollouts of a group that count, their rewards as configured, and their generated tokens."""
+    """The rollouts of a group that count for its advantages.
+
+    Attributes:
+        rewards: R, float64, after the configured penalties.
+        lengths: R, float64, generated tokens per rollout.
+        rollouts: the R rollouts.
+    """
 
     rewards: Array
     lengths: Array
@@ -30,9 +36,7 @@ Advantage = Callable[[Scored], Array]
 
 
 def mean(group: Scored) -> Array:
-    """Return reward minus group mean, without division by the deviation (Dr. GRPO, Liu et al.
-    2025).
-    """
+    """Return reward minus group mean, not divided by the deviation (Dr. GRPO, Liu et al. 2025)."""
     centred: Array = group.rewards - group.rewards.mean()
     return centred
 
@@ -44,7 +48,7 @@ def std(group: Scored) -> Array:
 
 
 def rloo(group: Scored) -> Array:
-    """Return reward minus the mean of the others (leave one out, Ahmadian et al. 2024)."""
+    """Return reward minus the mean of the group's other rewards (RLOO, Ahmadian et al. 2024)."""
     R = len(group.rewards)
     return mean(group) * (R / (R - 1) if R > 1 else 1.0)
 
@@ -75,7 +79,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def make_advantage(settings: GroupConfig) -> Advantage:
-    """Return an advantage by its name or import path. Raises ValueError."""
+    """Return the configured advantage function, by name or import path. Raises ValueError."""
     if settings.advantage in NAMES:
         return ADVANTAGES[settings.advantage]
     function = plugins.load_function(settings.advantage, "orchestrator.advantage")
@@ -83,7 +87,7 @@ def make_advantage(settings: GroupConfig) -> Advantage:
 
 
 def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
-    """Subtract from rewards a penalty that grows to 1 in the last `share` of the longest length.
+    """Subtract a penalty that grows from 0 to 1 over the last `share` of `longest` tokens.
 
     Soft overlong punishment (DAPO, Yu et al. 2025).
     """

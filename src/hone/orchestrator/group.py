@@ -1,5 +1,4 @@
-"""A group: the rollouts of one example, their advantages, and the training sequences. Pure
-functions.
+"""Groups: the rollouts of one example, their advantages and training sequences. No I/O.
 
 rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
 """
@@ -21,8 +20,9 @@ DROPPED = ("no_signal", "too_easy", "too_hard", "truncated")  # why tokens have 
 
 @dataclass
 class Group:
-    """The rollouts of one example. `failures`: attempts by cause; `dropped`: tokens without loss by
-    cause.
+    """The rollouts of one example.
+
+    `failures` counts failed attempts by cause; `dropped` counts tokens without loss by cause.
     """
 
     task: Task
@@ -40,7 +40,7 @@ class Group:
         return [r.reward for r in self.rollouts if not r.error]
 
     def oldest_version(self, default: int) -> int:
-        """Return the version of its oldest token, or `default` without tokens."""
+        """Return the lowest version of the group's tokens, or `default` if it has none."""
         found = (t.completion.versions for r in self.rollouts for t in r.turns)
         return min(map(min, filter(None, found)), default=default)
 
@@ -48,7 +48,10 @@ class Group:
 def judge_group(
     group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig
 ) -> None:
-    """Compute advantages and samples of a group, or why it has none. Raises ValueError."""
+    """Set the advantages and samples of a group, or `unused`: why it has no samples.
+
+    Raises ValueError if the advantage function returns invalid values.
+    """
     rollouts = group.rollouts
     for rollout in rollouts:
         if rollout.is_truncated and not rollout.error:
@@ -94,7 +97,10 @@ def _handle_truncated(group: Group, rollout: Rollout, settings: GroupConfig) -> 
 def _compute_advantages(
     rollouts: list[Rollout], advantage: Advantage, settings: GroupConfig
 ) -> NDArray[np.float64]:
-    """Return one advantage per rollout. Raises ValueError if a user's function gives others."""
+    """Return one advantage per rollout.
+
+    Raises ValueError unless the function returns a finite number for each rollout.
+    """
     rewards = np.array([0.0 if rollout.error else rollout.reward for rollout in rollouts])
     lengths = np.array([tokens_of(rollout) for rollout in rollouts], dtype=np.float64)
     longest = settings.sampling.max_tokens
@@ -112,7 +118,11 @@ def _compute_advantages(
 def _join_routing(
     known: NDArray[np.int16] | None, completion: Completion, count: int
 ) -> NDArray[np.int16]:
-    """Return known experts for earlier tokens, and those of this turn's completion for the others."""
+    """Append the experts of new tokens to the known experts of earlier tokens.
+
+    `count` is the number of tokens that the completion's routing covers, prompt included. Returns
+    count x experts, int16.
+    """
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
 
@@ -135,8 +145,7 @@ def tokens_of(rollout: Rollout) -> int:
 
 
 def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str) -> list[Sample]:
-    """Return a rollout as training sequences of the sampled token ids; text is never tokenized
-    again.
+    """Convert a rollout to training sequences, from token ids as sampled and not from text.
 
     A turn whose prompt continues the tokens so far is appended to their sequence; the prompt tokens
     in between have no loss. Otherwise (a template that drops earlier thinking) it begins a new

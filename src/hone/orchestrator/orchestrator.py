@@ -3,9 +3,9 @@
     schedule ─► groups in flight ─ env.rollout(client) ─► rewards ─► advantages ─► samples ─► ready ─► Batch
        ▲                 └ too old: restarted               └ a teacher's logprobs ─┘  └─► rollouts/step_N/
 
-Groups are in flight across steps. A group starts when the step that it is for allows the served
-version, so staleness is bounded before anything is sampled. With max_async_level 0 the groups of a
-step, and so its batch, follow from (seed, step) and the weights alone.
+Groups are in flight across steps. A group starts once the served version is recent enough for the
+step that will train on it, so staleness is bounded before anything is sampled. With max_async_level
+0, seed, step and weights alone determine the groups of a step and so its batch.
 """
 
 import asyncio
@@ -74,7 +74,8 @@ class Orchestrator:
     ) -> None:
         """Set up without starting anything.
 
-        `count_tokens` counts a prompt's tokens; it is needed if the configuration limits them.
+        `count_tokens` returns the number of tokens of a prompt; max_prompt_tokens has no effect
+        without it.
         """
         self.config = config
         self.environments = environments
@@ -129,7 +130,7 @@ class Orchestrator:
         return found
 
     def _check_settings(self) -> None:
-        """Raise ValueError for too few examples; warn of sampling that biases the ratio."""
+        """Raise ValueError for too few examples; warn if sampling biases the importance ratio."""
         in_a_step = self.config.prompts_per_step
         if self.count < in_a_step:
             raise ValueError(
@@ -185,9 +186,14 @@ class Orchestrator:
     async def collect_step(
         self, step: int, last_step: float = math.inf, since: float | None = None
     ) -> Collected:
-        """Collect the rollouts of a step, sampled since `since` (`time.perf_counter`) or now.
+        """Return the batch of a step, once its groups are ready.
 
-        Raises ValueError if all of them failed.
+        Args:
+            step: the step that trains on the batch.
+            last_step: no groups are started for steps after this one.
+            since: `time.perf_counter` value from which time/generate counts; now by default.
+
+        Raises ValueError if every rollout failed.
         """
         start = time.perf_counter() if since is None else since
         self.step = step
@@ -241,7 +247,7 @@ class Orchestrator:
         return groups
 
     def progress_state(self) -> dict[str, Any]:
-        """Return what a run that resumes after the last step needs."""
+        """Return the state that a run needs to resume after the last collected step."""
         begun = [
             *(group.task for group in self.ready.values()),
             *(one.task for one in self.under_way.values()),
@@ -272,9 +278,10 @@ class Orchestrator:
     def _start_groups(self) -> None:
         """Start groups for all steps that may train on samples of the served version.
 
-        Oversampled ones are included. This bound keeps groups from waiting until they are stale. In
-        flight are at first the groups of one step, and one step more with each version: steps that
-        start together end together, later than one alone, and training waits before and after.
+        Oversampled groups are included. This bound keeps groups from waiting until they are stale.
+        At first only the groups of one step are in flight, and those of one step more with each new
+        version: steps that start together also end together, later than a single step would, so
+        that training would wait before and after them.
         """
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
@@ -344,7 +351,7 @@ class Orchestrator:
         return group
 
     async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
-        """Run one rollout with retries; the last failure's cause is its `error`, and it is omitted."""
+        """Run one rollout with retries; if all fail, it has an `error` and is not trained on."""
         settings = self.settings[task.env]
         example = self.examples[task.env][task.example]
         sampling = settings.sampling.to_sampling(seed)
@@ -377,8 +384,9 @@ def short_enough(
     most: int,
     count_tokens: Callable[[Prompt], int],
 ) -> list[Example]:
-    """Return the examples whose first prompt has at most `most` tokens. Raises ValueError if none
-    has.
+    """Return the examples whose first prompt has at most `most` tokens.
+
+    Raises ValueError if none has.
     """
     kept = [
         example for example in examples if count_tokens(first_prompt(environment, example)) <= most

@@ -23,7 +23,7 @@ class Replay:
         self._kept.append(_Kept(step, group, uses))
 
     def add_groups(self, step: int, groups: list[Group]) -> None:
-        """Add the useful groups of a step."""
+        """Keep a step's groups that were trained on, if groups may be reused."""
         self._kept += [_Kept(step, group) for group in groups] if self.times else []
 
     def take_groups(self, count: int, oldest: int) -> list[Group]:
@@ -38,6 +38,6 @@ class Replay:
         return [one.group for one in taken]
 
     def progress_state(self) -> dict[str, Any]:
-        """Return steps, numbers and uses of the kept groups."""
+        """Return the step, number and uses of each kept group, for a resumed run."""
         kept = [[one.step, one.group.task.number, one.uses] for one in self._kept]
         return {"replay": kept} if kept else {}

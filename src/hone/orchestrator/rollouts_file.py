@@ -1,5 +1,6 @@
-"""rollouts/step_N/rollouts.jsonl: one JSON object per rollout: prompt, completion, rewards and
-tokens.
+"""Write and read rollouts/step_N/rollouts.jsonl, which has one JSON object per rollout.
+
+An object has the prompt, the completion, rewards and tokens.
 """
 
 import json
@@ -21,7 +22,7 @@ FILE = "rollouts.jsonl"
 def write_rollouts(
     groups: list[Group], directory: Path, write_more: Callable[[Path], None] | None = None
 ) -> None:
-    """Write a step's directory, which appears whole with what `write_more` adds."""
+    """Write a step's directory atomically, with the files that `write_more(directory)` adds."""
     with appearing_directory(directory) as partial:
         with (partial / FILE).open("wb") as file:
             for group in groups:
@@ -43,7 +44,7 @@ def _build_row(group: Group, i: int) -> dict[str, object]:
 
 
 def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
-    """Return rollouts as trackers take them (`monitors/trackers.py`)."""
+    """Return rollouts as rows with the columns of `trackers.COLUMNS`."""
     return [
         {
             "step": step,
@@ -76,7 +77,10 @@ def join_texts(messages: list[Message]) -> str:
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:
-    """Return what a written group is trained on, at its environment's temperature, or None."""
+    """Read the samples of a written group, None if none of its rollouts was trained on.
+
+    `temperatures` has the sampling temperature of each environment.
+    """
     lines = (directory / FILE).read_text().split("\n") if (directory / FILE).exists() else []
     rows = [
         row

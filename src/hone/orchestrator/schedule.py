@@ -1,9 +1,9 @@
-"""Schedule of groups. Pure: it follows from the seed, the groups that are done, and their rewards.
+"""Choose the example of each group. Pure: depends on the seed, finished groups and rewards.
 
     environments, by ratio ─► examples, in a new order every epoch ─► a fraction of easy and hard ones ─► Task
 
 Tasks are numbered from 0; the number determines the seeds of the rollouts. A group that was started
-and not trained on comes again under its number.
+but not trained on is scheduled again under its number.
 """
 
 import heapq
@@ -26,7 +26,7 @@ class Task(NamedTuple):
 
 @dataclass
 class Stream:
-    """Examples that are iterated together."""
+    """Examples that are iterated together: of one environment, or of all if there are no ratios."""
 
     examples: list[tuple[str, int]]
     ratio: Ratio
@@ -48,7 +48,14 @@ class Schedule:
     ) -> None:
         """Set up a schedule.
 
-        `sizes`: examples per environment; `progress`: what `progress_state` returned, to resume.
+        Args:
+            sizes: number of examples by environment.
+            seed: seed of the order of examples.
+            groups_in_a_step: number of groups per step.
+            ratios: share of groups by environment, as (step, share) points; None mixes all
+                examples.
+            buffer: thresholds and fractions of easy and hard examples.
+            progress: result of `progress_state`, to resume.
         """
         self.seed = seed
         self.groups_in_a_step = groups_in_a_step
@@ -83,7 +90,7 @@ class Schedule:
         return Task(self.next - 1, *self._choose_example(self._choose_stream()))
 
     def give_back(self, task: Task) -> None:
-        """Return a group that was not trained on; it comes before new ones."""
+        """Put back a group that was not trained on; it is scheduled before new ones."""
         heapq.heappush(self.again, task)
 
     def record_score(self, task: Task, mean: float) -> None:
@@ -94,7 +101,7 @@ class Schedule:
             means[task.example] = share * mean + (1 - share) * means.get(task.example, mean)
 
     def pool_of(self, env: str, example: int) -> str:
-        """Return "easy", "normal" or "hard"."""
+        """Return the difficulty of an example: "easy", "normal" or "hard"."""
         mean = self.means[env].get(example)
         buffer = self.buffer
         if mean is None:
@@ -120,7 +127,7 @@ class Schedule:
 
     @property
     def epoch(self) -> float:
-        """Return how often the data was iterated."""
+        """Return the number of passes over the data so far, with fractions."""
         passed = sum(
             stream.epoch * len(stream.examples) + stream.position for stream in self.streams
         )
@@ -150,8 +157,8 @@ class Schedule:
     def _choose_example(self, stream: Stream) -> tuple[str, int]:
         """Return the next example of a stream.
 
-        Easy and hard ones are skipped at random except for the configured fractions, at most an
-        epoch in a row.
+        Easy and hard examples are skipped at random, except for the configured fractions. At most
+        one epoch is skipped in a row.
         """
         for _ in range(len(stream.examples)):
             found = self._advance_stream(stream)
@@ -180,7 +187,7 @@ class Schedule:
 
 
 def interpolate_at(step: int, points: Ratio) -> float:
-    """Return the piecewise linear function through `points` at `step`, constant outside."""
+    """Interpolate linearly between (step, value) `points`, constant before and after them."""
     if step <= points[0][0]:
         return points[0][1]
     for (one, low), (two, high) in itertools.pairwise(points):

@@ -19,7 +19,7 @@ class StepGroups:
 
     Attributes:
         taken: groups that the step uses, with or without samples.
-        replaced: groups that were sampled for it and not used.
+        replaced: groups without samples, in whose place other groups were sampled.
         again: groups that are reused from earlier steps.
     """
 

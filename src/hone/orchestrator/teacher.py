@@ -30,11 +30,11 @@ class Teacher:
             await client.wait_until_serving()
 
     def writer_of_version(self, version: int) -> "Writer":
-        """Return the teacher as a client; its tokens count as of this version."""
+        """Return a client that samples from the teacher and labels its tokens with `version`."""
         return Writer(self.fleet, version)
 
     async def score_samples(self, samples: list[Sample]) -> None:
-        """Add the teacher's logprobs to a group's samples, at the temperature of their draws."""
+        """Add the teacher's logprobs to a group's samples, at their sampling temperature."""
         body = {
             "ids": [sample.ids.tolist() for sample in samples],
             "temperature": samples[0].temperature,
@@ -44,7 +44,7 @@ class Teacher:
             sample.teacher_logprobs = np.array([0.0, *logprobs])
 
     async def _call_control(self, route: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Call the next server that answers. Raises ConnectionError."""
+        """Call a control route of the next server that answers. Raises ConnectionError."""
         for client in itertools.islice(self._turns, len(self.clients)):
             try:
                 answer: dict[str, Any] = await client.call_control(route, body)

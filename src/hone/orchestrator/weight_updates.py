@@ -1,11 +1,11 @@
 """Weight updates: load each published version into every server and verify it.
 
-broadcasts/step_V ─ detect ─► update every server ─► checksum is the trainer's? ─► rollouts use it
-                                                        └─► canary is the trainer's? ─► batches are published; evaluate
-                             no: the run ends, naming the weights that differ
+    broadcasts/step_V ─ detect ─► update every server ─► checksum is the trainer's? ─► rollouts use it
+                                                            └─► canary is the trainer's? ─► batches published; evaluate
+                                 no: the run ends, naming the weights that differ
 
 The canary runs beside the first requests of a version, and no batch is published before its result.
-A server without a checksum (vLLM) is asked for it first.
+A server without a checksum (vLLM) has to pass the canary before rollouts use it.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ from hone.run_directory import RunDirectory, Steps
 from hone.transport.deadlines import POLL_SECONDS, PulseOf, Wait
 from hone.transport.delivery import Delivery, Superseded, read_delivery
 
-PATIENCE = 20.0  # seconds in which another trainer may still claim the directory of a run that seems to be over
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, unless configured
+# In which another trainer may still claim the directory of a run that seems to have ended.
+CLAIM_PATIENCE_SECONDS = 20.0
+CANARY_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}  # of canary logprobs, unless configured
 # … for servers that round logits elsewhere.
 OTHER_KERNELS = {"float32": 1e-3, "bfloat16": 0.5}
 # A change of the trainer's canary that a server with new weights must reproduce.
@@ -39,7 +40,7 @@ class RowSink(Protocol):
 
 @dataclass(frozen=True)
 class Taken:
-    """A version that a server loaded, its reported state, and its canary difference, if known."""
+    """Result of loading a version into a server: its state, and the canary difference if known."""
 
     client: HttpClient
     state: dict[str, Any]
@@ -47,7 +48,7 @@ class Taken:
 
 
 class Weights:
-    """Published versions, and the newest that every server has loaded and verified."""
+    """Load published versions into every server, and track the newest that all have verified."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class Weights:
                 await self._prove_delivery(delivery)
                 return delivery.version
             if (
-                time.monotonic() - wait.start > PATIENCE
+                time.monotonic() - wait.start > CLAIM_PATIENCE_SECONDS
                 and self.run.ended_at() >= self.config.max_steps
             ):
                 return None
@@ -141,7 +142,10 @@ class Weights:
             await asyncio.sleep(POLL_SECONDS)
 
     async def at_least(self, version: int) -> None:
-        """Wait until the servers have that version."""
+        """Wait until the servers have that version or a later one.
+
+        Raises ConnectionError if it does not come in time or the trainer is gone.
+        """
         what = f"version {version} of the weights in {self.run.broadcasts}"
         wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still running?")
         while self.version < version:
@@ -154,7 +158,10 @@ class Weights:
             await asyncio.sleep(POLL_SECONDS)
 
     def find_delivery(self, rows: RowSink) -> Delivery | None:
-        """Return the newest published version, or the first that is to be evaluated, or None."""
+        """Return the newest published version that is not loaded yet, or None.
+
+        A version that is to be evaluated is not skipped. Metrics of skipped versions go to `rows`.
+        """
         newest = None
         for version in self.published.list_numbers():
             if version > self.seen:
@@ -169,7 +176,10 @@ class Weights:
         return newest
 
     async def _adopt_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Load a version into every server. A lost one gets it when it is back."""
+        """Load a version into every server. A lost server gets it when it is back.
+
+        Returns metrics of the update, empty if the version is superseded.
+        """
         start = time.perf_counter()
         self.current = delivery
         self.taken = {}
@@ -210,7 +220,7 @@ class Weights:
         }
 
     async def _prove_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Compare the canary of servers that loaded it, if not done yet."""
+        """Verify the canary of each server that loaded the version, unless already measured."""
 
         async def prove_server(server: Server, taken: Taken) -> float:
             if taken.difference is not None:
@@ -272,7 +282,10 @@ class Weights:
         return taken
 
     async def _measure_canary(self, taken: Taken, delivery: Delivery) -> float:
-        """Return the largest difference of a server's canary logprobs."""
+        """Return the largest difference between the canary logprobs of server and trainer.
+
+        Raises ConnectionError if it exceeds the tolerance, ServerLost if the server was restarted.
+        """
         client = taken.client
         state = taken.state
         version = delivery.version
@@ -283,7 +296,7 @@ class Weights:
                 f"the canary of version {version} was not scored: {error}"
             ) from None
         worst = max(abs(a - b) for a, b in zip(scored, delivery.canary.logprobs, strict=True))
-        usual = TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
+        usual = CANARY_TOLERANCE if state["checksum"] is not None else OTHER_KERNELS
         tolerance = self.config.canary_tolerance or max(
             usual[delivery.dtype], usual[state["dtype"]]
         )
@@ -313,7 +326,7 @@ class Weights:
 
 
 def what_differs(state: dict[str, Any], delivery: Delivery) -> str:
-    """Return names of the weights that differ from the trainer's, in the model's order."""
+    """Describe which weights differ from the trainer's, in the model's order."""
     if state["checksum"] is None:
         return "which weights differ is not known there"
     if state["dtype"] != delivery.dtype:

@@ -43,14 +43,14 @@ class ChatTemplate:
     """The compiled chat template of a model, or its named templates.
 
     Args:
-        source: the text of a template, or of each by its name: with tools `tool_use` is taken where
-            there is one.
-        special_tokens: what the template knows them by (`bos_token`, …), and their text.
-        arguments: given to the template in every rendering, unless that has values of its own.
-        call_format: the name of the format of tool calls; auto is the one that the template
-            teaches.
+        source: the text of a template, or texts by name; `tool_use`, if there is one, renders
+            conversations with tools.
+        special_tokens: text of the special tokens by their names in templates (`bos_token`, …).
+        arguments: default variables of every rendering.
+        call_format: name of the format of tool calls; "auto" detects it from the template.
 
-    Raises ValueError for a template that does not compile, and for names without a default.
+    Raises ValueError for a template that does not compile, and for named templates without
+    `default`.
     """
 
     def __init__(
@@ -106,9 +106,9 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         **template_args: Any,
     ) -> str:
-        """Return the conversation as text; `template_args` reach the template
-        (`enable_thinking=False`, …).
+        """Return the conversation as text.
 
+        `template_args` are further variables of the template, such as `enable_thinking=False`.
         Raises ValueError for messages that cannot be normalized, that the template refuses (roles
         out of order, unknown role), or that it silently omits.
         """
@@ -168,7 +168,7 @@ class ChatTemplate:
             return True
 
     def _render_raw(self, messages: list[Message], args: dict[str, Any]) -> str:
-        """Render normalized messages."""
+        """Render normalized messages, without a check that the text has all of them."""
         if self._takes_parts:
             messages = [_with_parts(message) for message in messages]
         if self._takes_json:
@@ -286,13 +286,13 @@ class ChatTemplate:
         last_only: bool = False,
         **template_args: Any,
     ) -> list[MarkedText]:
-        """Return renderings in which each message of these roles is marked once, with its
-        end-of-turn mark.
+        """Render a conversation and mark the messages of these roles, for training.
 
-        One rendering of the whole conversation suffices unless the template rewrites earlier turns
-        as the conversation continues (some drop thinking): then one more is added per group of
-        turns that a shorter prefix shows as the model wrote them, or none with `last_only`. A
-        template with `{% generation %}` marks assistant text itself. Raises ValueError like
+        Each of these messages is marked once, with its end-of-turn mark. One rendering suffices
+        unless the template rewrites earlier turns as the conversation continues (some drop
+        thinking). The turns that it rewrites are then marked in renderings of shorter prefixes,
+        which show them as the model wrote them; `last_only` omits these renderings. A template with
+        `{% generation %}` marks assistant text itself. Raises ValueError like
         `render_conversation`.
         """
         messages = self._normalize_messages(messages)
@@ -404,7 +404,7 @@ def _call_with_json(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _common_length(one: str, other: str) -> int:
-    """Return how many characters two texts share from their beginning."""
+    """Return the length of the common prefix of two texts."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 

@@ -1,4 +1,4 @@
-"""The contribution of each token to a text, which differs from decoding it alone.
+"""Find the bytes that each token contributes to a text, often not those of decoding it alone.
 
 A SentencePiece tokenizer writes a space before most words and drops the first of a text; many
 tokenizers have tokens that are parts of a character. `TokenTexts` knows each token's bytes, so that
@@ -75,8 +75,9 @@ class TokenTexts:
 
 
 def name_of(piece: bytes, prefix: str = "") -> str:
-    r"""Return bytes as text; incomplete characters as OpenAI writes them, after a prefix
-    (`\xe2\x80`).
+    r"""Return a token's bytes as text, escaped as in `\xe2\x80` if they are no valid UTF-8.
+
+    Escapes are written as OpenAI does, after `prefix`.
     """
     try:
         return piece.decode()

@@ -99,7 +99,10 @@ def _text_of_part(part: Any, place: str) -> str:
 
 
 def _normalize_call(call: Any, place: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as an object, the form in which templates write them."""
+    """Remove keys whose value is None from a tool call, and parse its arguments from JSON.
+
+    Templates expect arguments as an object; text that is not JSON stays text. Raises MessageError.
+    """
     if not isinstance(call, dict):
         raise MessageError(
             f"{place}: it is no tool call (an object with function), found {call!r:.80}"

@@ -25,7 +25,7 @@ OTHER_FORMATS = ("tokenizer.model", "vocab.json", "tekken.json", "*.tiktoken")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object of a file, an empty one where there is no such file. Raises ValueError."""
+    """Read a JSON object from a file, {} if there is no such file. Raises ValueError."""
     if not path.is_file():
         return {}
     try:
@@ -159,9 +159,9 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def resolve_template(value: str, key: str = "model.chat-template") -> str:
-    """Return a template given as text, as a file, or by the name of one that Hone ships.
+    """Return the text of a template given as text, a file, or a name of one that Hone ships.
 
-    Raises ValueError for a name that is neither.
+    Raises ValueError if it is none of these.
     """
     if "{%" in value or "{{" in value:
         return value

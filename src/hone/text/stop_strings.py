@@ -1,13 +1,14 @@
-"""Stop strings, found across token borders as soon as their last character appears."""
+"""Find stop strings across token borders, as soon as their last character is generated."""
 
 from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Called with the ids so far; returns how many to keep once a stop string appears. One per
-    sequence.
+    """Test for stop strings in one sequence.
 
-    `decode_first` gives the text of the first tokens if it depends on earlier ones.
+    Call it with the ids so far: it returns how many of them to keep once a stop string appears,
+    else None. `decode_first` decodes ids from the first on, if their text depends on earlier
+    tokens.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ def cut_at_stop(text: str, strings: Sequence[str], keep: bool = False) -> str:
 
 
 def held_back(text: str, strings: Sequence[str]) -> int:
-    """Return how many characters can be shown: those before a string, or before what may become
-    one.
+    """Return how many characters come before any of the strings or a possible beginning of one.
+
+    These can be shown; the rest is held back.
     """
     ends = [len(text)]
     for string in strings:

@@ -1,5 +1,4 @@
-"""Structured outputs: masks of allowed tokens for a JSON schema, regex, choice, grammar or tool
-call.
+"""Structured outputs: token masks for a JSON schema, regex, choice, grammar or tool call.
 
     request ─► Form (kind, value) ─► Following, of a tokenizer: called with the tokens so far, returns the mask
 
@@ -28,8 +27,10 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 
 @dataclass(frozen=True)
 class Form:
-    """An output format. `value`: a JSON schema, a regular expression, the choices, or a Lark
-    grammar.
+    """An output format.
+
+    `value` is a JSON schema, a regular expression, the list of choices, or a Lark grammar, by
+    `kind`.
     """
 
     kind: Kind
@@ -58,11 +59,16 @@ class Form:
 
 
 class Following:
-    """State of one sequence under a format: called with the tokens so far, returns the mask of
-    allowed ones.
+    """State of one sequence under an output format.
 
-    `vocabulary`: number of token ids of the model. Raises ValueError for a format that cannot be
-    enforced.
+    Call it with the tokens so far: it returns the mask of the tokens that may follow.
+
+    Args:
+        form: the output format.
+        vocabulary: number of token ids of the model.
+        stops: ids of stop tokens, allowed where the format may end.
+
+    Raises ValueError for a format that cannot be enforced.
     """
 
     def __init__(
@@ -112,7 +118,7 @@ class Following:
         return may
 
     def is_over(self, ids: Sequence[int]) -> bool:
-        """Return True if only the end may follow these tokens."""
+        """Return True if the format is complete, so that only the end may follow these tokens."""
         self(ids)
         return bool(self.failure or self.matcher.is_stopped())
 
@@ -132,14 +138,14 @@ class FormEnds:
 
 @dataclass(frozen=True)
 class Json:
-    """Part of a call: JSON of a schema."""
+    """Part of a tool call: JSON that follows a schema."""
 
     schema: Any
 
 
 @dataclass(frozen=True)
 class TextUntil:
-    """Part of a call: any text up to and including a closing `tag` and the text around it."""
+    """Part of a tool call: any text, ended by `before`, `tag` and `after`."""
 
     tag: str
     before: str = ""
@@ -148,14 +154,14 @@ class TextUntil:
 
 @dataclass(frozen=True)
 class Choice:
-    """Part of a call: one of several texts."""
+    """Part of a tool call: one of several texts."""
 
     texts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Maybe:
-    """Optional parts of a call."""
+    """Optional parts of a tool call."""
 
     parts: list[Any]
 
@@ -164,7 +170,7 @@ Part = str | Json | TextUntil | Choice
 
 
 def form_of_call(tools: Sequence[Tool], call_format: CallFormat, tokenizer: Tokenizer) -> Form:
-    """Return the format of one call of these tools, as the model's template teaches it.
+    """Return the output format of one call of one of these tools, in the template's call format.
 
     Raises ValueError for a call format that cannot be enforced.
     """
@@ -205,7 +211,11 @@ def _calls_schema(function: dict[str, Any]) -> Json:
 def _each_argument(
     function: dict[str, Any], spell: Callable[[str, list[Part]], list[Part]], end: TextUntil
 ) -> list[list[Part]]:
-    """Return the parts of each argument, in schema order; values end with `end`."""
+    """Return the parts of each argument, in schema order.
+
+    `spell(key, value)` adds the tags of an argument to the parts of its value, which ends with
+    `end`.
+    """
     closing = [part for part in (end.before, end.tag, end.after) if part]
     found = []
     for key, schema in (_get_parameters(function).get("properties") or {}).items():

@@ -95,10 +95,10 @@ class Tokenizer:
         self._beyond: dict[int, str] = {}  # tokens without an embedding in the model
 
     def fit_vocabulary(self, vocab_size: int) -> None:
-        """Set the model's number of tokens; text with other tokens is refused.
+        """Set the model's number of tokens; text with tokens beyond it is refused.
 
-        A tokenizer often has a few more, such as a padding token added later. Raises ValueError if
-        other tokens exceed the model's.
+        A tokenizer often has more added tokens, such as a padding token. Raises ValueError if its
+        tokens that are not added exceed the model's.
         """
         own = self.encoder.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
@@ -167,7 +167,7 @@ class Tokenizer:
         return max(map(len, self.encoder.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """Return the ids of a text, with the tokenizer's outer tokens if `add_special_tokens`.
+        """Return the ids of a text; `add_special_tokens` adds the tokenizer's, such as bos.
 
         Long texts are encoded without the GIL. Raises ValueError for invalid Unicode.
         """
@@ -201,7 +201,10 @@ class Tokenizer:
         return token_id in self._special
 
     def context_of(self, before: list[int], skip_special_tokens: bool = True) -> list[int]:
-        """Return the last of the given tokens that belong to a text."""
+        """Return the last tokens of `before` that can change the text of the next ones.
+
+        With `skip_special_tokens`, special tokens that `decode` omits are left out.
+        """
         if not skip_special_tokens:
             return before[-CONTEXT_TOKENS:]
         return [token for token in before[-4 * CONTEXT_TOKENS :] if not self.is_dropped(token)][
@@ -222,11 +225,11 @@ class Tokenizer:
         )
 
     def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
-        """Return the ids of a conversation up to the next assistant turn; recent results are
-        cached.
+        """Return the ids of a conversation up to the next assistant turn.
 
-        Ids of earlier turns (`prompt.before`) are kept, and the template's additions follow, unless
-        it rewrites their text (some drop earlier thinking).
+        Recent results are cached. Ids of earlier turns (`prompt.before`) are kept, followed by
+        those of the template's continuation, unless the template rewrites their text (some drop
+        earlier thinking).
         """
         template = self.require_template()
         messages = prompt.messages
@@ -273,7 +276,7 @@ class Tokenizer:
         last_only: bool = False,
         **template_args: Any,
     ) -> list[tuple[list[int], list[bool]]]:
-        """Return (ids, loss mask) of a whole conversation for these roles.
+        """Return (ids, loss mask) of a conversation; messages of these roles have a loss.
 
         There are several pairs if the template rewrites earlier turns as the conversation continues
         (`ChatTemplate.mark_messages`). A token belongs to the author of its first character.

@@ -77,9 +77,9 @@ def parse_tool_calls(
 
 
 def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -> int:
-    """Return where the thoughts of a text end: 0 without one, its length if one is left open.
+    """Return the index after the thoughts of a text: 0 without one, its length if one is left open.
 
-    Thoughts come first. Tags after the beginning of a call (`openings`) outside of a thought are
+    Thoughts come first. Once a call begins (`openings`) outside of a thought, later tags are
     ignored.
     """
     begins = _Places(text, [one for one, _ in THINKING])

@@ -15,9 +15,9 @@ from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.models.spec import ModelSpec
 
-SLACK = 1.03  # factor for activations; measured 1.01 to 1.03
+ACTIVATION_SLACK = 1.03  # factor for activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # per micro-batch by default
-SHARE = 5  # one over the share of GPU memory that more than FEW_TOKENS may take
+MEMORY_DIVISOR = 5  # one over the share of GPU memory that more than FEW_TOKENS may take
 MUON_BLOCKS = 4  # blocks per Muon step, of four matrices each (muon.AT_ONCE)
 # Weights whose offloaded state is on the device at a time (kernels/pinned_memory.py).
 AT_ONCE = 2**25
@@ -140,7 +140,7 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
         spec.num_hidden_layers * (2 * spec.hidden_size if recomputes else of_block)
         + recomputes * of_block
     )
-    return int(SLACK * kept * itemsize)
+    return int(ACTIVATION_SLACK * kept * itemsize)
 
 
 def micro_batch_tokens(
@@ -154,5 +154,5 @@ def micro_batch_tokens(
         return FEW_TOKENS
     return max(
         FEW_TOKENS,
-        min(MANY_TOKENS, device_bytes // SHARE // token_bytes(spec, itemsize, recomputes)),
+        min(MANY_TOKENS, device_bytes // MEMORY_DIVISOR // token_bytes(spec, itemsize, recomputes)),
     )

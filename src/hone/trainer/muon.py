@@ -16,7 +16,7 @@ from torch import Tensor
 from hone.kernels.orthogonal import orthogonal
 from hone.trainer.sharding import as_part_of, gather_whole, local_part, part_of
 
-MOMENTUM = 0.95
+MUON_MOMENTUM = 0.95
 AT_ONCE = 16  # parameters per step, since their updates are in memory together
 
 
@@ -35,8 +35,8 @@ def step_muon(
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):
-        local_part(momentum).lerp_(grad, 1 - MOMENTUM)
-        update = gather_whole(as_part_of(grad.lerp(local_part(momentum), MOMENTUM), weight))
+        local_part(momentum).lerp_(grad, 1 - MUON_MOMENTUM)
+        update = gather_whole(as_part_of(grad.lerp(local_part(momentum), MUON_MOMENTUM), weight))
         matrices.append(split(update))
     moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
     for weight, parts in zip(weights, matrices, strict=True):

@@ -22,7 +22,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-ALIGNMENT = 256  # bytes, like torch's allocations
+ALIGNMENT_BYTES = 256  # bytes, like torch's allocations
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NONE = -1  # version of invalid contents
 LOCK_POLL_SECONDS = 0.0005  # seconds between attempts to lock a stamp
@@ -38,7 +38,7 @@ def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> t
     for name, tensor in sorted(like.items()):
         kind = dtype or tensor.dtype
         layout.append((name, str(kind).removeprefix("torch."), list(tensor.shape), size))
-        size += -(-tensor.numel() * kind.itemsize // ALIGNMENT) * ALIGNMENT
+        size += -(-tensor.numel() * kind.itemsize // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return layout, size
 
 

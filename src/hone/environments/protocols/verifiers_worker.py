@@ -21,7 +21,7 @@ from worker_loop import WorkerLoop  # noqa: E402
 
 LOWEST = (0, 1, 9)
 BELOW = (0, 4)
-KEPT = 16384  # states kept for incomplete groups
+MAX_KEPT_STATES = 16384  # states kept for incomplete groups
 
 
 def read_version():
@@ -151,7 +151,7 @@ class VerifiersWorker:
         state = await self.environment.rollout(given, resolve_client(client), model, sampling)
         self.count += 1
         self.kept[self.count] = state
-        while len(self.kept) > KEPT:  # of abandoned groups
+        while len(self.kept) > MAX_KEPT_STATES:  # of abandoned groups
             del self.kept[next(iter(self.kept))]
         error = state.get("error")
         known = {key: state.get(key) for key in ("completion", "stop_condition")}

@@ -1,7 +1,7 @@
-"""Answers of the OpenAI API, whole or as chunks.
+"""Response bodies of the OpenAI API, whole or as chunks of a stream.
 
-    completions ─► ChatAnswer | TextAnswer ─► body()            one JSON object
-    pieces      ─►                          ─► first, piece, last, usage: chunks of a stream
+    completions ─► ChatAnswer | TextAnswer ─► build_body          one JSON object
+    pieces      ─►                          ─► build_first_delta, build_delta, build_last_delta    chunks of a stream
 
 The same tokens give the same text, logprobs and tool calls in both forms.
 """
@@ -33,8 +33,9 @@ NUMBERS = itertools.count()
 
 
 class Answer:
-    """Base of chat and text answers. `prompts` holds the token ids of each prompt, with `n`
-    completions each.
+    """Base class of chat and text answers.
+
+    `prompts` holds the token ids of each prompt, which has `n` completions.
     """
 
     kind = ""
@@ -56,7 +57,7 @@ class Answer:
         }
 
     def encode_json(self, value: dict[str, Any]) -> str:
-        """Encode a value as JSON."""
+        """Encode a value as JSON, with the texts given to `embed_json` in their places."""
         text = _dump_json(value)
         while self._written:
             place, written = self._written.popitem()
@@ -64,7 +65,7 @@ class Answer:
         return text
 
     def embed_json(self, text: str) -> str:
-        """Return a placeholder for text that is JSON already."""
+        """Return a placeholder that `encode_json` replaces with `text`, which is JSON already."""
         place = f"{PLACE}{len(self._written)}"
         self._written[place] = text
         return place
@@ -73,7 +74,7 @@ class Answer:
         return self.prompts[index // (self.request.n or 1)]
 
     def build_body(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Build the whole answer."""
+        """Build the body of a response that is not streamed."""
         choices = [
             {"index": i, **self.build_choice(i, one), **self.build_token_fields(one)}
             for i, one in enumerate(completions)
@@ -116,7 +117,7 @@ class Answer:
         )
 
     def build_token_fields(self, completion: Completion) -> dict[str, Any]:
-        """Return the fields of these tokens that were requested beside the text."""
+        """Return the requested fields with tokens: logprobs, token ids, policy versions."""
         extras: dict[str, Any] = {}
         if self.request.return_token_logprobs:
             extras["token_logprobs"] = completion.logprobs
@@ -125,7 +126,10 @@ class Answer:
         return extras
 
     def token_name(self, token_id: int, piece: bytes, prefix: str = "") -> str:
-        """Return the name of a token that contributes these bytes to the text."""
+        """Return a token's name: its text, or `token_id:N` if the request wants ids.
+
+        `piece` holds the bytes that the token contributes to the text.
+        """
         return (
             f"token_id:{token_id}"
             if self.request.return_tokens_as_token_ids
@@ -162,7 +166,7 @@ class Answer:
         return None
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
-        """Return the delta of new tokens and of the text that they complete."""
+        """Return the delta of a piece: its tokens, and `said`, the text that they complete."""
         raise NotImplementedError
 
     def build_last_delta(
@@ -241,7 +245,7 @@ class ChatAnswer(Answer):
         }
 
     def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
-        """Return entries of the next tokens; their bytes joined are the text."""
+        """Return the `logprobs` field of new tokens; its entries' bytes joined are the text."""
         if not self.chat.logprobs:
             return None
         is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
@@ -260,7 +264,10 @@ class ChatAnswer(Answer):
         return {"content": content}
 
     def _encode_entries(self, completion: Completion) -> str:
-        """Encode the entries as JSON, fast, since thousands are written per second."""
+        """Encode logprob entries as JSON from cached parts; thousands are written per second.
+
+        Raises ValueError for logprobs that are not finite.
+        """
         by_id = bool(self.request.return_tokens_as_token_ids)
         known: dict[int, tuple[str, str]] = self.tokenizer.kept.setdefault(("entries", by_id), {})
         if not math.isfinite(sum(completion.logprobs)):
@@ -362,7 +369,12 @@ class TextAnswer(Answer):
     def _build_logprobs(
         self, completion: Completion, count: "Characters", follows: bool
     ) -> dict[str, Any] | None:
-        """Return the logprobs of tokens after `count` characters; `follows`: tokens precede them."""
+        """Return the `logprobs` field of a completion's tokens, None if not requested.
+
+        Args:
+            count: characters of the text so far; it is advanced.
+            follows: other tokens precede these.
+        """
         if self.ask.logprobs is None:
             return None
         texts = self.tokenizer.token_texts
@@ -399,7 +411,10 @@ class TextAnswer(Answer):
         others: Sequence[tuple[int, float]],
         begins: bool,
     ) -> dict[str, float]:
-        """Return the likeliest tokens and the actual one by name; equal texts by id."""
+        """Return the logprobs of the likeliest tokens and of the actual one, by token name.
+
+        A token whose name is taken is named `token_id:N`.
+        """
         texts = self.tokenizer.token_texts
         found = dict[str, float]()
         for other, value in others:
@@ -411,7 +426,7 @@ class TextAnswer(Answer):
 
 
 class Characters:
-    """Count the characters of a text that grows by bytes."""
+    """Counter of the characters in a text that arrives as bytes."""
 
     def __init__(self, start: int) -> None:
         self.so_far = start
@@ -424,8 +439,8 @@ class Characters:
 def _dump_json(value: dict[str, Any]) -> str:
     """Encode JSON with pydantic, five times faster than Python's encoder.
 
-    Python's encodes what pydantic would write differently: lone surrogates and line separators.
-    Raises ValueError for numbers that are not finite.
+    Python's encoder takes values that pydantic would write differently: lone surrogates and line
+    separators. Raises ValueError for numbers that are not finite.
     """
     with suppress(PydanticSerializationError):
         text = to_json(value).decode()

@@ -1,6 +1,6 @@
 """Stream answers as server-sent events while they are generated.
 
-Sampler.stream ── pieces ──► Spelling: what can be said of them ──► chunks ──► EventStream
+Sampler.stream ── pieces ──► Spelling: text that is final ──► chunks ──► EventStream
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -102,7 +102,7 @@ async def _iterate_events(
 
 
 def check_forms(requests: Sequence[GenerateRequest]) -> None:
-    """Raise ValueError if a requested output format cannot be enforced."""
+    """Raise ValueError if the output format of a request could not be enforced to the end."""
     failures = [
         one.allows.failure
         for one in requests

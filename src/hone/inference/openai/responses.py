@@ -1,4 +1,4 @@
-"""`/v1/responses` for plain text: converted to a chat request, and the answer converted back."""
+"""Serve `/v1/responses` for plain text: convert to a chat request, and its answer back."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

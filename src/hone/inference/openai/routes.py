@@ -1,6 +1,6 @@
 """Routes of the OpenAI API, and vLLM's routes for token ids.
 
-request ─► token ids (long texts in a thread) ─► GenerateRequests ─► service ─► answer, whole or streamed
+request ─► token ids (long texts in a thread) ─► GenerateRequests ─► sampler ─► answer, whole or streamed
 """
 
 import asyncio
@@ -265,8 +265,9 @@ def build_whole_response(answer: Answer, completions: Sequence[Completion]) -> R
 
 
 async def read_body(connection: Request, kind: type[B]) -> B:
-    """Read and validate a body without FastAPI's handling, which would double the time of a
-    request.
+    """Read and validate a JSON body.
+
+    FastAPI's own handling would double the time of a request.
     """
     try:
         return kind.model_validate_json(await connection.body())
@@ -297,7 +298,7 @@ async def run_beside_loop(work: Callable[[], T], size: int, served: Served | Non
 
 
 def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
-    """Return about how many characters messages have, with a few for the marks of each."""
+    """Estimate the characters of messages, including the template's marks around each."""
     return sum(
         MARK_CHARACTERS
         + len(one.role)
@@ -385,7 +386,7 @@ def _build_requests_of_prompt(
 
 
 def _choose_form(body: schema.Request, served: Served) -> Form | None:
-    """Return the form of the answer that is requested, or None. Raises ValueError."""
+    """Return the output format that is requested, or None. Raises ValueError."""
     form = body.requested_form()
     if isinstance(body, ChatRequest) and body.must_call:
         call_format = served.tokenizer.require_template().call_format
@@ -396,7 +397,7 @@ def _choose_form(body: schema.Request, served: Served) -> Form | None:
 
 
 def join_completions(before: schema.Written, rest: Completion) -> Completion:
-    """Join a partial completion from elsewhere with the rest."""
+    """Join the tokens that another server has generated with the rest of the completion."""
     return Completion(
         before.ids + rest.ids,
         before.logprobs + rest.logprobs,

@@ -263,7 +263,7 @@ class Request(BaseModel):
         found += [Form(kind, value) for kind, value in kinds if value is not None]
         if len(found) > 1:
             raise ValueError(
-                "response_format, structured_outputs and guided_…: give one form of answers alone"
+                "response_format, structured_outputs and guided_…: give only one output format"
             )
         return found[0] if found else None
 

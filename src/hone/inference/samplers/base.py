@@ -1,14 +1,14 @@
 """Interface of samplers: token ids in, tokens and logprobs out, weight updates in between.
 
     routes ── GenerateRequest ──► Sampler.generate | stream ──► Completion, whole or in pieces
-    control ── update, pause, resume, score, state ──►
+    control ── update_weights, pause, resume, score, describe_state ──►
 
     EmbeddedSampler    Hone's engine, in this process (embedded.py)
     ApartSampler       the same in a process of its own (engine_process.py)
     VllmSampler        a vLLM that this process started (vllm.py)
 
-A sampler declares further capabilities in `can`; a request that needs another one is refused with a
-message that names it. Routes ask for capabilities, never for names.
+A sampler lists its optional capabilities in `can`. A request that needs a missing one is refused
+with a message that names it. Routes check capabilities, never the class of the sampler.
 """
 
 import asyncio
@@ -49,12 +49,12 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def max_context(self) -> int:
-        """Most tokens of a prompt and its completion together."""
+        """Return the maximum number of tokens of a prompt and its completion together."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Upper bound of token ids (exclusive)."""
+        """Return the exclusive upper bound of token ids."""
 
     @property
     @abstractmethod
@@ -72,10 +72,10 @@ class Sampler(ABC):
     async def stream(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Yield (number, piece) of the completions; the last piece of each has a finish_reason.
+        """Yield (index of the request, piece); the last piece of each has a finish_reason.
 
-        Closing the iterator aborts the requests. This default yields whole completions. Raises as
-        `generate`.
+        Closing the iterator aborts the requests. This default yields whole completions. Raises the
+        same errors as `generate`.
         """
         tasks = {asyncio.ensure_future(self.generate(one)): i for i, one in enumerate(requests)}
         try:
@@ -98,33 +98,44 @@ class Sampler(ABC):
     ) -> tuple[list[float], list[Alternatives]]:
         """Return a sequence's logprobs at temperature 1, and the likeliest tokens at each position.
 
-        `adapter` names a loaded LoRA adapter. Raises ValueError like `score`.
+        Args:
+            ids: token ids of the sequence.
+            number: likeliest tokens to return per position.
+            adapter: name of a loaded LoRA adapter.
+
+        Raises ValueError like `score`.
         """
 
     # ------------------------------------------------------------------------------------------ weights
 
     @abstractmethod
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """Load the weights of a version as the sender's message says; return the new state.
+        """Load a version's weights and return the new state; running requests continue with them.
 
-        Running requests continue with them. `place` has at least the model's config.json. Raises
-        ValueError if the weights are unavailable, and Superseded; the old weights then stay.
+        Args:
+            place: directory with at least the model's config.json.
+            version: number of the version.
+            message: the sender's message, which says how the weights are sent.
+
+        Raises ValueError if the weights are unavailable, and Superseded if the trainer has a later
+        version; the old weights then stay.
         """
 
     @abstractmethod
     async def describe_state(self, each: bool = False) -> dict[str, Any]:
-        """Return version, dtype, device, completions so far and checksum (None without that
-        capability).
+        """Return version, dtype, device, number of completions so far, and checksum.
 
-        With `each`, add the fingerprint of every weight.
+        The checksum is None without that capability. With `each`, add the fingerprint of every
+        weight.
         """
 
     @abstractmethod
     async def pause(self, mode: Pause) -> None:
         """Stop computing; requests are still accepted.
 
-        Modes: keep: running requests continue after `resume`; wait: they finish first; abort: all
-        requests end now with the tokens they have.
+        Args:
+            mode: "keep": running requests continue after `resume`; "wait": they finish first;
+                "abort": all requests end now with the tokens they have.
         """
 
     @abstractmethod
@@ -143,7 +154,11 @@ class Sampler(ABC):
         self.require_capability("adapters")
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
-        """Return running, waiting, without_room, and `partials`: new tokens of named requests."""
+        """Return the numbers of requests and the new tokens of named requests.
+
+        Keys: `running` and `waiting` requests; `without_room`, those waiting for a slot or cache
+        pages; `partials`, for each name in `known`, the tokens after the first `known[name]`.
+        """
         return {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 
     @abstractmethod

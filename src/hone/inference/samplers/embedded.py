@@ -86,9 +86,7 @@ class EmbeddedSampler(Sampler):
             )
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """Load weights. A directory with another architecture replaces the model and ends what
-        runs.
-        """
+        """Load weights. Another architecture replaces the model and aborts running requests."""
         return await self.service.run_on_engine(lambda: self._load_update(place, version, message))
 
     def _load_update(self, place: Path, version: int, message: Message) -> dict[str, Any]:
@@ -114,7 +112,7 @@ class EmbeddedSampler(Sampler):
         return self._read_state(each=False)
 
     def _read_spec(self, place: Path) -> ModelSpec:
-        """Return the spec of the delivered model; an unchanged description is not parsed again."""
+        """Return the spec of the delivered model; parse its config.json only if it changed."""
         text = model_config_text(place)
         if self._described is None or self._described[0] != text:
             spec = parse_model_config(model_config_of(text, place), str(place / "config.json"))
@@ -153,7 +151,7 @@ class EmbeddedSampler(Sampler):
         await self.service.run_on_engine(lambda: self.engine.unload_adapter(name))
 
     async def find_partials(self, known: dict[str, int]) -> dict[str, Completion]:
-        """Return the new tokens of named requests after those that are known."""
+        """Return the tokens of named requests after the first `known[name]`."""
         return await self.service.run_on_engine(lambda: self.engine.named_progress(known))
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:

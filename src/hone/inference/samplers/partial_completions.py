@@ -1,8 +1,8 @@
 """Partial completions: one query of the engine serves all streams.
 
-    Streams.of(requests) ─► generate, each under a name ─► the end of each
+    Streams.stream_requests ─► generate, each under a name ─► the end of each
             ▲
-            └── pieces ◄── look({name: known}), now and then
+            └── pieces ◄── look({name: known}), periodically
 
 A query costs the engine as much for a hundred streams as for one, so a stream receives several
 tokens at a time, and queries become less frequent as output grows.
@@ -20,17 +20,16 @@ from hone.records import Completion, GenerateRequest
 from hone.text.stop_strings import held_back
 from hone.text.tokenizer import Tokenizer
 
-# Least seconds between queries: for one stream, and per …
-LOOK = 0.01
-LOOK_EACH = 0.0008
-# … this many times the cost of delivering, which competes with computing; and at most.
-SHARE = 20
-SELDOM = 0.5
+MIN_POLL_SECONDS = 0.01  # between two queries for new tokens
+POLL_SECONDS_PER_STREAM = 0.0008
+# Pause in multiples of the time that delivering took, which competes with decoding.
+PAUSE_PER_DELIVERY = 20
+MAX_POLL_SECONDS = 0.5
 
 
 @dataclass
 class _Open:
-    """A stream of several requests: the queue of its pieces, and its requests."""
+    """One request of a stream: the queue of the stream's pieces, and its index in the stream."""
 
     pieces: asyncio.Queue[tuple[int, Completion | None]]
     index: int
@@ -38,7 +37,10 @@ class _Open:
 
 
 class Streams:
-    """Streams over a sampler's `generate`; `look` returns the new tokens of named requests."""
+    """Streams over a sampler's `generate`.
+
+    `look` maps {request name: number of known tokens} to the new tokens of each request.
+    """
 
     def __init__(
         self,
@@ -54,9 +56,9 @@ class Streams:
     async def stream_requests(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Yield (number, piece) of the completions; the last piece of each has a finish_reason.
+        """Yield (index of the request, piece); the last piece of each has a finish_reason.
 
-        Raises what the engine refuses. Closing the iterator aborts the requests.
+        Raises the engine's refusals. Closing the iterator aborts the requests.
         """
         pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
         names = [f"stream {next(self.names)}" for _ in requests]
@@ -101,15 +103,23 @@ class Streams:
             start = time.perf_counter()
             for _ in range(3):  # lets readers take their pieces, write them, and wait again
                 await asyncio.sleep(0)
-            pause = max(LOOK, LOOK_EACH * len(self.open), SHARE * (time.perf_counter() - start))
-            await asyncio.sleep(min(pause, SELDOM))
+            pause = max(
+                MIN_POLL_SECONDS,
+                POLL_SECONDS_PER_STREAM * len(self.open),
+                PAUSE_PER_DELIVERY * (time.perf_counter() - start),
+            )
+            await asyncio.sleep(min(pause, MAX_POLL_SECONDS))
 
 
 class Spelling:
-    """Incremental text of a completion that later tokens cannot change.
+    """Incremental detokenizer of a completion: returns text that later tokens cannot change.
 
-    `hold` are strings whose beginnings must not be shown: stop strings and the start of a tool
-    call. `before` are the tokens that the text continues from.
+    Args:
+        skip_special: leave out special tokens.
+        stops: stop strings.
+        hold: further strings whose beginnings must not be shown, such as the start of a tool
+            call.
+        before: tokens that the text continues from.
     """
 
     def __init__(
@@ -165,7 +175,7 @@ class Spelling:
 
 
 def join_pieces(pieces: Sequence[Completion]) -> Completion:
-    """Return the completion of all pieces, in order."""
+    """Join the pieces of a completion, given in order."""
     end = pieces[-1]
     if len(pieces) == 1:
         return end

@@ -83,7 +83,7 @@ class VllmSampler(Sampler):
     # ------------------------------------------------------------------------------------------ tokens
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion, in one request unless it may have to end early."""
+        """Return the completion; vLLM streams it if a timeout may have to end it early."""
         pieces: list[Completion] = []
         try:
             async with asyncio.timeout(request.timeout):
@@ -180,7 +180,7 @@ class VllmSampler(Sampler):
             self.running -= 1
 
     async def _is_open(self) -> bool:
-        """Wait until requests may be sent; return False if waiting ones are to end."""
+        """Wait until requests may be sent; return False if a pause aborts the waiting ones."""
         aborts = self._aborts
         while not self._open.is_set():
             if aborts != self._aborts:
@@ -191,7 +191,10 @@ class VllmSampler(Sampler):
     async def _request_completion(
         self, request: GenerateRequest, written: list[int], streamed: bool
     ) -> AsyncGenerator[Completion, None]:
-        """Request from vLLM what follows the written tokens."""
+        """Send one request that continues from `written`; yield the pieces of vLLM's answer.
+
+        Unless `streamed`, the answer is one piece. Raises RuntimeError if vLLM fails.
+        """
         body = self._build_body(request, written) | {"stream": streamed}
         version = self.version
         if not streamed:
@@ -373,9 +376,10 @@ _LIMITS = httpx.Limits(max_connections=None)
 
 
 class _Sent:
-    """Successful response of vLLM while it is read. Raises ValueError, ContextFull, RuntimeError.
+    """Context manager that sends a request to vLLM and returns the successful response.
 
-    If vLLM is gone it never completes: this process is about to end, and clients retry elsewhere.
+    Raises ContextFull or ValueError if vLLM refuses the request, RuntimeError if it fails. If vLLM
+    has exited it waits forever: this process is about to end, and clients retry elsewhere.
     """
 
     def __init__(self, sampler: VllmSampler, answering: Any) -> None:
@@ -426,17 +430,17 @@ def _parse_choice(choice: dict[str, Any], version: int, number: int) -> Completi
 
 
 def _build_end(request: GenerateRequest, reason: str) -> Completion:
-    """Return the end of an answer, without a token."""
+    """Return a piece without tokens that ends an answer for this reason."""
     return Completion([], [], [], reason, [] if request.sampling.top_logprobs else None)
 
 
 def _parse_top_logprobs(place: Alternatives, number: int) -> Alternatives:
-    """Return the likeliest tokens of those that vLLM reports, which include the sampled one."""
+    """Return the `number` likeliest tokens; vLLM also reports the sampled one."""
     return sorted(place, key=lambda one: -one[1])[:number]
 
 
 def _join_pieces(request: GenerateRequest, pieces: list[Completion]) -> Completion:
-    """Return the completion of all pieces, truncated where `ends` says."""
+    """Join all pieces, and truncate the completion where `request.ends` says."""
     whole = join_pieces(pieces)
     keep = request.ends(whole.ids) if request.ends is not None else None
     if keep is not None:

@@ -19,7 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from hone.engine.cache_budget import FEW, cpu_gib
+from hone.engine.cache_budget import DEFAULT_BATCH_SIZE, cpu_gib
 from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
 from hone.models.spec import read_model_config
@@ -36,11 +36,13 @@ NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "us
 
 
 class VllmFiles:
-    """Directories for one vLLM.
+    """Prepare the directories that one vLLM loads weights from.
 
     Args:
         model: the model served at first.
         home: a private directory.
+        dtype: name of the weights' torch dtype.
+        is_on_cpu: vLLM runs on a CPU.
         shares: vLLM's workers can read this process's GPU memory.
     """
 
@@ -63,21 +65,22 @@ class VllmFiles:
         self._owned: Owned | None = None  # … on vLLM's GPU
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
-        """Return the cache size on a CPU, where vLLM allocates all at the start: the longest
-        sequences.
+        """Return the GiB of KV cache for vLLM on a CPU, which allocates all of it at start.
+
+        It is enough for `sequences` sequences of `length` tokens, and at most `cpu_gib()`.
         """
         if self.spec is None:
             return cpu_gib()
-        tokens = (sequences or FEW) * (length or self.spec.max_position_embeddings)
+        tokens = (sequences or DEFAULT_BATCH_SIZE) * (length or self.spec.max_position_embeddings)
         return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
 
     def prepare_first(self) -> Path:
         return self._write_untied(self.model) if self.has_to_untie else self.model
 
     def take_version(self, place: Path, version: int, message: Message) -> Path | dict[str, Any]:
-        """Return a directory to load a delivered version from, or the handle of memory that has it.
+        """Receive a version; return its directory, or the handle of GPU memory that holds it.
 
-        Raises ValueError, Superseded.
+        Raises ValueError if vLLM cannot load it, and Superseded if the trainer has a later version.
         """
         if message.get("type", "filesystem") == "filesystem":
             self._check_shape(place)
@@ -108,7 +111,7 @@ class VllmFiles:
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
     def _allocate_copy(self) -> Owned | None:
-        """Allocate a second copy of the weights on the GPU, if there is room."""
+        """Allocate a second copy of the weights on the GPU; None if there is no room."""
         if self.shares and self._owned is None:
             try:
                 self._owned = Owned(self._allocate_tensors("meta"), "cuda")
@@ -134,7 +137,7 @@ class VllmFiles:
         return directory
 
     def _write_untied(self, source: Path) -> Path:
-        """Link a model's files and write its embedding again as the head."""
+        """Write a directory with the embedding copied as an untied head; link the other files."""
         place = self.home / "untied"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()

@@ -1,9 +1,9 @@
-"""Start, watch and end a vLLM.
+"""Start, watch and end a vLLM server process.
 
     this process ── socket in a private directory ──► vLLM's server ──► its engines
 
-Only this user can open the socket: vLLM's own key does not cover all of its routes, so none is
-reachable otherwise.
+Only this user can open the socket: vLLM's own key does not cover all of its routes, so no route is
+reachable in another way.
 """
 
 import json
@@ -76,7 +76,10 @@ log = logging.getLogger("hone.inference")
 
 
 class VllmProcess:
-    """Context manager of a vLLM. Raises ValueError if vLLM is missing or does not start."""
+    """Context manager that runs a vLLM server.
+
+    Raises ValueError if vLLM is missing or does not start.
+    """
 
     def __init__(self, config: InferenceConfig, model: Path) -> None:
         self.python = config.vllm_python or sys.executable
@@ -148,7 +151,7 @@ class VllmProcess:
                 print(line, end="", flush=True)
 
     def _await_ready(self) -> None:
-        """Wait until it answers, logging progress."""
+        """Wait until vLLM answers, logging progress. Raises ValueError if it ends first."""
         start = told = time.monotonic()
         with httpx.Client(
             transport=httpx.HTTPTransport(uds=str(self.socket)), timeout=5.0
@@ -172,7 +175,7 @@ class VllmProcess:
                 time.sleep(0.1)
 
     def describe_failure(self) -> str:
-        """Return one line on why it ended, with its last output."""
+        """Return one line on why vLLM ended, with its last output."""
         code = self.process.poll()
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         is_signal = number in set(signal.Signals)

@@ -43,8 +43,8 @@ from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
 from hone.transport.trained_tokens import Trained
 
-REHEARSED = 96  # tokens of a prompt and of a completion: more than one tile of attention
-GROUP = 16
+REHEARSAL_TOKENS = 96  # tokens of a prompt and of a completion: more than one tile of attention
+REHEARSAL_GROUP_SIZE = 16
 # So many numbers of a micro-batch, where others are of its tokens
 # Values of which a micro-batch has so many numbers; others have one per target token.
 SUMS = {"routing": 2, "differs": 1}
@@ -118,10 +118,13 @@ class PolicyTrainer:
             self.model.embed.weight, self.model.spec.head_dim
         ):
             return
-        count = max(GROUP, min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSED))
-        for members in (GROUP, 1):  # a group's prompt is computed once
-            mask = np.arange(2 * REHEARSED) >= REHEARSED
-            logprobs = np.zeros(2 * REHEARSED)
+        count = max(
+            REHEARSAL_GROUP_SIZE,
+            min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSAL_TOKENS),
+        )
+        for members in (REHEARSAL_GROUP_SIZE, 1):  # a group's prompt is computed once
+            mask = np.arange(2 * REHEARSAL_TOKENS) >= REHEARSAL_TOKENS
+            logprobs = np.zeros(2 * REHEARSAL_TOKENS)
             ids = [np.full(len(mask), i // members % 256) for i in range(count)]
             samples = [
                 Sample(own, mask, logprobs, 1.0, 1.0, teacher_logprobs=logprobs) for own in ids
