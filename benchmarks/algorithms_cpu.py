@@ -15,10 +15,42 @@ import time
 import urllib.request
 from pathlib import Path
 
-from async_cpu import BIN, TINY, run, warmed_up
-from peer import ROOT, finish
+from peer import ROOT, finish, last_weights
 
 from hone.config.algorithms import ALGORITHMS
+
+BIN = Path(sys.executable).parent
+TINY = "examples/reverse_text_tiny"
+
+
+def run(*words: object) -> None:
+    subprocess.run(
+        [BIN / str(words[0]), *map(str, words[1:])],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        cwd=ROOT,
+    )
+
+
+def warmed_up(home: Path) -> Path:
+    """The tiny model after the recipe's SFT."""
+    data, sft = home / "sft.jsonl", home / "sft"
+    run(
+        "python",
+        "-m",
+        "reverse_text",
+        "--out",
+        data,
+        "-n",
+        16000,
+        "--min-chars",
+        12,
+        "--max-chars",
+        20,
+    )
+    run("sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", sft)
+    return last_weights(sft)
+
 
 ENVIRONMENT = {
     "id": "reverse-text",

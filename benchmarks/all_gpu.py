@@ -27,14 +27,13 @@ def programs(args: argparse.Namespace) -> dict[str, list[str]]:
         (["--vllm", args.vllm] if args.vllm else []),
     )
     return {
-        "floor_gpu": [],
+        "kernels/floor": [],
         "rl_step_gpu": trl,
         "rl_gpu": [],
         "weights_gpu": ["--ways", "nccl"],
         "generate_gpu": vllm,
-        "exact_gpu": [],
         "train_gpu": trl or ["--only", "ours"],
-        "shapes_gpu": vllm,
+        "kernels/shapes": vllm,
     }
 
 
@@ -122,7 +121,8 @@ def main() -> None:
     found: dict[str, dict] = {}
     for name, words in wanted.items():
         print(f"{name} …", flush=True)
-        log, began = args.out / f"{name}.log", time.perf_counter()
+        log = args.out / f"{name.replace('/', '_')}.log"
+        began = time.perf_counter()
         with log.open("w") as file:
             code = subprocess.run(
                 [sys.executable, HERE / f"{name}.py", *words], stdout=file, stderr=file

@@ -1,7 +1,6 @@
 """Output tokens a second on one GPU, against vLLM: Qwen3-0.6B's shape, random weights, ends of sequences ignored.
 
     python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
-    python benchmarks/generate_gpu.py --shapes [--vllm PYTHON]       other models, batches and lengths (shapes_gpu.py)
 
 Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
 work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
@@ -15,11 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
+from model_shapes import bandwidth
 from peer import ROOT, finish, median
-from training import QWEN3_06B, gpu_seconds
+from training import QWEN3_06B
 
 WORKER = ROOT / "benchmarks" / "generation.py"
 WORKLOADS = ("batch_128", "batch_256", "groups", "mixed")
@@ -84,18 +83,6 @@ def write_model(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(QWEN3_06B))
 
 
-def bandwidth() -> float:
-    """Bytes a second of a large copy on the device, read and written."""
-    import torch
-
-    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    seconds = median([gpu_seconds(partial(target.copy_, source)) for _ in range(6)])
-    del source, target
-    torch.cuda.empty_cache()  # others measure how much there is
-    return 2 * 2**32 / seconds
-
-
 def limit(name: str, rate: float) -> float:
     """Tokens a second if a step did nothing but read the weights and every key and value once (a group's prompt once
     for the group): what the memory's bandwidth allows."""
@@ -117,13 +104,6 @@ def main() -> None:
     )
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--shapes", action="store_true", help="a sweep: shapes_gpu.py, with its options"
-    )
-    if "--shapes" in sys.argv:
-        from shapes_gpu import main as sweep
-
-        return sweep([word for word in sys.argv[1:] if word != "--shapes"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))

@@ -10,8 +10,8 @@ row: GiB after the model, after the optimiser's state, and the peaks of forward,
 import argparse
 import gc
 
+from model_shapes import MODELS
 from peer import finish
-from shapes_gpu import MODELS
 
 GIB = 2**30
 

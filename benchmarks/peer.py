@@ -3,12 +3,13 @@
 import contextlib
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import venv
 from pathlib import Path
+
+from results import append_record, describe_machine
 
 from hone.machine import keep_to_isa
 from hone.run_directory import steps_in
@@ -65,7 +66,7 @@ def run_json(python: Path | str, program: Path, *arguments: object) -> dict:
 
 
 def with_tasks() -> dict[str, str]:
-    """The environment of a command of Hone's that finds the tasks of this directory, as any_text.py."""
+    """The environment of a command of Hone's that finds the tasks of this directory."""
     return os.environ | {
         "PYTHONPATH": os.pathsep.join(
             filter(None, [str(ROOT / "benchmarks"), os.environ.get("PYTHONPATH")])
@@ -83,21 +84,8 @@ def median(values: list[float]) -> float:
     return statistics.median(values)
 
 
-def machine() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    model = next(
-        (line.split(":")[1].strip() for line in lines if line.startswith("model name")), ""
-    )
-    forced = f", {os.environ['HONE_CPU_ISA']} forced" if os.environ.get("HONE_CPU_ISA") else ""
-    return f"{model or platform.processor()}, {os.cpu_count()} cores{forced}"
-
-
 def finish(**figures: float | str) -> None:
-    """The last line: ours_*, peer_*, ratio and the machine, as one line of JSON."""
-    print(
-        json.dumps(
-            {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
-            | {"machine": machine()}
-        )
-    )
+    """Print the figures as one line of JSON, with the machine, and append their record to the results."""
+    rounded = {k: round(v, 4) if isinstance(v, float) else v for k, v in figures.items()}
+    print(json.dumps(rounded | {"machine": describe_machine()}))
+    append_record(rounded)

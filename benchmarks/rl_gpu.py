@@ -17,8 +17,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from model_shapes import write_shape
 from peer import ROOT, finish, with_tasks
-from shapes_gpu import write_shape
 
 SYSTEM = 7  # tokens of a prompt beside the text
 SHAPES = {  # model, rollouts, of a group, prompt, completion

@@ -16,10 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+from model_shapes import MODELS, write_shape
 from peer import PEER, finish, median, run_json
 from rl_gpu import SHAPES, SYSTEM, measure
 from serve_gpu import with_names
-from shapes_gpu import MODELS, write_shape
 from training import our_model
 
 # Rollouts in a pass of TRL's: what fits the card
@@ -41,7 +41,7 @@ def write_weights(directory: Path, name: str) -> None:
 def floor(name: str) -> dict[str, float]:
     """Seconds of generating and of training, measured on this card."""
     import torch
-    from generate_gpu import bandwidth
+    from model_shapes import bandwidth
     from training import matrix_rate
 
     from hone.models.families import parse_model_config

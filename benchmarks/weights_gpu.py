@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from model_shapes import MODELS, TINY, write_shape
 from peer import ROOT, finish, median, with_tasks
-from shapes_gpu import MODELS, TINY, write_shape
 
 # Of a step; what is told of slow ones
 SLOW, TELLING = (1.5, ("time", "batch", "failures", "tokens", "completion_len"))

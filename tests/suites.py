@@ -28,6 +28,7 @@ UV = shutil.which("uv") or str(ROOT / ".uv" / "bin" / "uv")
 PYTEST = [sys.executable, "-m", "pytest"]
 PARALLEL = ["-n", "2"]
 NEWEST_PYTHON = "3.13"
+TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers>=5,<6", "pydantic>=2")
 VERIFIERS_VERSIONS = ("0.1.14", "0.3.1")
 ISA_TESTS = ("tests/unit/test_kernels.py", "tests/unit/test_packed.py", "tests/unit/test_engine.py")
 ISA_INTEGRATION_TESTS = (
@@ -192,6 +193,11 @@ def run_verifiers(runner: Runner) -> None:
     )
 
 
+def run_trl(runner: Runner) -> None:
+    python = runner.install(ROOT / ".venv-trl", *TRL_PACKAGES)
+    runner.run(python, "tests/trl_losses.py", PYTHONPATH=str(ROOT / "src"), CUDA_VISIBLE_DEVICES="")
+
+
 def run_vllm(runner: Runner) -> None:
     # vLLM preloads a library of its environment by LD_PRELOAD, which separates paths by spaces.
     has_spaces = any(character.isspace() for character in str(ROOT))
@@ -274,6 +280,7 @@ SUITES = (
         lambda: "" if find_newest_python() else f"no Python {NEWEST_PYTHON} here",
     ),
     Suite("verifiers", "environments of two versions of the verifiers library", run_verifiers),
+    Suite("trl", "policy losses against TRL's", run_trl),
     Suite("vllm", "the sampler contract with a real vLLM on the CPU", run_vllm),
     Suite("node", "OpenAI's client for Node", run_node, lambda: lacks_program("npm")),
     Suite(

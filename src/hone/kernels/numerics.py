@@ -5,7 +5,7 @@
 
 For GPU kernels. Products whose result fills the chip are torch's, which then sums each number in
 one piece, from first to last; smaller ones use a kernel that does the same
-(`benchmarks/order_gpu.py`).
+(`benchmarks/kernels/order.py`).
 """
 
 PARTS = frozenset(("products", "norms", "attention", "head"))

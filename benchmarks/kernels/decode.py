@@ -1,6 +1,6 @@
 """One decode step of the engine on a GPU at a length, by batch and by the parts that each sequence is divided into.
 
-    python benchmarks/decode_gpu.py [--models NAME …] [--lengths 128 768] [--batches 1 8 32] [--parts -1 0 2 8]
+    python benchmarks/kernels/decode.py [--models NAME …] [--lengths 128 768] [--batches 1 8 32] [--parts -1 0 2 8]
         [--uneven]
 
 Random weights, bf16. A step is a CUDA graph that is replayed, so nothing of the host counts; parts 0 reads each
@@ -12,8 +12,9 @@ median of three times twenty steps.
 import argparse
 from typing import TYPE_CHECKING
 
+import _path  # noqa: F401
+from model_shapes import MODELS
 from peer import finish, median
-from shapes_gpu import MODELS
 from training import gpu_seconds, our_model
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ import math
 import time
 from functools import partial
 
+import _path  # noqa: F401
 import numpy as np
 import torch
 import torch.nn.functional as F

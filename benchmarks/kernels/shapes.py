@@ -1,6 +1,6 @@
-"""Decoding by shape of model, batch and length on one GPU, each as a share of its limit: `generate_gpu.py --shapes`.
+"""Decoding by shape of model, batch and length on one GPU, each as a share of its limit.
 
-    python benchmarks/shapes_gpu.py [--models NAME …] [--lengths 64+128 512+512 4096+1024] [--batches 1 8 32 128]
+    python benchmarks/kernels/shapes.py [--models NAME …] [--lengths 64+128 512+512 4096+1024] [--batches 1 8 32 128]
         [--vllm PYTHON]
 
 Random weights, bf16, logprobs on. A decode step's limit is the larger of two times: weights and every key and value
@@ -23,93 +23,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peer import ROOT, finish, median
-from training import QWEN3_06B, matrix_rate, our_model
+import _path  # noqa: F401
+from model_shapes import MODELS, limits, write_shape
+from peer import finish, median
+from training import matrix_rate, our_model
 
 if TYPE_CHECKING:
-    from hone.models.spec import ModelSpec
+    pass
 
-_LLAMA = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    },
-}
-MODELS = {
-    "Qwen3-0.6B": QWEN3_06B,
-    "Llama-3.2-1B": {
-        **QWEN3_06B,
-        **_LLAMA,
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-    },
-    "Qwen3-1.7B": {**QWEN3_06B, "hidden_size": 2048, "intermediate_size": 6144},
-    "Qwen3-4B": {
-        **QWEN3_06B,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-    },
-    "Qwen2.5-7B": {
-        **QWEN3_06B,
-        "model_type": "qwen2",
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-    },
-    "Qwen3-8B": {
-        **QWEN3_06B,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": False,
-    },
-}
-TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 Cell = tuple[int, int, int]  # batch, prompt, output
 KEPT_FREE = 6e9  # bytes beside weights and cache: activations of a prefill, graphs
-
-
-def write_shape(directory: Path, name: str) -> None:
-    """A model's directory without weights: the shape of that name, the tiny model's tokenizer and end of a text."""
-    directory.mkdir()
-    for file in TINY.iterdir():
-        (directory / file.name).write_bytes(file.read_bytes())
-    ends = {
-        key: json.loads((TINY / "config.json").read_text())[key]
-        for key in ("eos_token_id", "pad_token_id")
-    }
-    (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
-
-
-def limits(
-    spec: "ModelSpec", batch: int, context: float, rate: float, flops: float
-) -> tuple[float, float]:
-    """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
-    # Of which few are read
-    rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
-    numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
-    return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
 
 
 def timed(engine, draw: random.Random, batch: int, prompt: int, tokens: int) -> float:
@@ -205,7 +128,7 @@ def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell
 
 
 def main(words: list[str] | None = None) -> None:
-    from generate_gpu import bandwidth
+    from model_shapes import bandwidth
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,20 +1,22 @@
-"""Our policy losses against TRL's GRPOTrainer on random tensors: loss and gradient of every variant that both have.
+"""Compare Hone's policy losses with TRL's GRPOTrainer on random tensors: every variant that both have.
 
-Runs TRL's own `_compute_loss`, given logprobs instead of a model, in the peer's virtual environment (made on first
-use). The last line is JSON with the largest relative differences.
+    python tests/trl_losses.py     with a Python that has trl, and src/ on PYTHONPATH
+
+TRL's own `_compute_loss` runs on given logprobs instead of a model. Exits with 1 if a loss or a gradient differs by
+more than MAX_DIFFERENCE, relative.
 """
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
-from peer import ROOT, finish, peer_python
-from rl_step_cpu import RUNTIME
+import torch
+from trl import GRPOTrainer
 
+from hone.config.loss_config import LossConfig
+from hone.trainer.loss import make_loss, policy_loss, token_weights
+
+MAX_DIFFERENCE = 1e-9
 VARIANTS = {  # name: (TRL's options, ours)
     "GRPO": ({"loss_type": "grpo"}, {"type": "ppo", "normalize": "sequences"}),
     "GRPO, clip-higher": (
@@ -52,9 +54,6 @@ VARIANTS = {  # name: (TRL's options, ours)
 
 
 def theirs(options: dict, logprobs, old, reference, advantages, mask):
-    import torch
-    from trl import GRPOTrainer
-
     cap = options.get("cap")
     settings = {
         "importance_sampling_level": "token",
@@ -101,11 +100,6 @@ def theirs(options: dict, logprobs, old, reference, advantages, mask):
 
 
 def ours(options: dict, logprobs, old, reference, advantages, mask):
-    import torch
-
-    from hone.config.loss_config import LossConfig
-    from hone.trainer.loss import make_loss, policy_loss, token_weights
-
     config, is_token = LossConfig(**options), mask.bool()
     sequence = torch.arange(len(mask))[:, None].expand_as(mask)[is_token]
     weights = torch.tensor(token_weights(mask.sum(1).int().tolist(), config), dtype=logprobs.dtype)
@@ -122,9 +116,8 @@ def ours(options: dict, logprobs, old, reference, advantages, mask):
     ).total
 
 
-def compare() -> None:
-    import torch
-
+def compare() -> dict[str, list[float]]:
+    """Return the largest relative differences of loss and gradient over 20 draws, by variant."""
     results = {}
     for name, (of_theirs, of_ours) in VARIANTS.items():
         worst = [0.0, 0.0]
@@ -142,24 +135,15 @@ def compare() -> None:
             for i, (one, two) in enumerate(zip(*results_of, strict=True)):
                 worst[i] = max(worst[i], float((one - two).abs().max() / one.abs().max()))
         results[name] = worst
-    print(json.dumps(results))
+    return results
 
 
-def main() -> None:
-    python = peer_python("trl", *RUNTIME)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "CUDA_VISIBLE_DEVICES": ""}
-    words = [python, Path(__file__), "--inside"]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        sys.exit(done.stderr[-3000:])
-    results = json.loads(done.stdout.strip().splitlines()[-1])
+def main() -> int:
+    results = compare()
     for name, (loss, gradient) in results.items():
         print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}")
-    finish(
-        largest_difference=max(x for pair in results.values() for x in pair) * 1e12,
-        unit="1e-12, relative",
-    )
+    return int(max(x for pair in results.values() for x in pair) > MAX_DIFFERENCE)
 
 
 if __name__ == "__main__":
-    compare() if "--inside" in sys.argv else main()
+    sys.exit(main())

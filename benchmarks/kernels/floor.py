@@ -1,9 +1,9 @@
 """What a decode step of the engine could be at best on this card, with torch's products or with fewer kernels.
 
-    python benchmarks/floor_gpu.py [--models NAME …] [--rows 256] [--context 128] [--few 32]
+    python benchmarks/kernels/floor.py [--models NAME …] [--rows 256] [--context 128] [--few 32]
 
 Three tables. The first has torch's products of a layer and of the head by themselves, microseconds of one and teraflops
-a second, and the share of the limit (`shapes_gpu.py`) of a step that is these, attention by its bytes, and nothing
+a second, and the share of the limit (`shapes.py`) of a step that is these, attention by its bytes, and nothing
 else. The second has what a kernel costs in a chain in which each reads what the one before wrote: launched with
 dependent launch, before or after its own wait, as against one kernel for all of them with a barrier of the grid between
 two. The third has the engine's step of Qwen3-0.6B for few rows, and the same where all tiles of a product fetch the
@@ -19,13 +19,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import _path  # noqa: F401
 import torch
 import triton
 import triton.language as tl
-from decode_gpu import step_ms
-from generate_gpu import bandwidth
+from decode import step_ms
+from model_shapes import MODELS, bandwidth, limits
 from peer import finish, median
-from shapes_gpu import MODELS, limits
 from training import gpu_seconds, matrix_rate, our_model
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 

@@ -1,6 +1,6 @@
 """Looks for faster tiles of a decode step's kernels on this card, for one model and number of sequences.
 
-    python benchmarks/tiles_gpu.py [--model Qwen3-0.6B] [--rows 32] [--length 128] [--seconds 120]
+    python benchmarks/kernels/tiles.py [--model Qwen3-0.6B] [--rows 32] [--length 128] [--seconds 120]
 
 Starts from the tiles in use, and tries those beside them: half or twice a size, a stage more or fewer, 1 to 16
 warps, another limit of registers. What makes the whole step of the engine at least half a percent faster stays. Each
@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from decode_gpu import step_ms
+import _path  # noqa: F401
+from decode import step_ms
+from model_shapes import MODELS
 from peer import finish
-from shapes_gpu import MODELS
 from training import our_model
 
 ENOUGH = 0.995  # of the best time so far

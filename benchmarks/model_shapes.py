@@ -1,0 +1,104 @@
+"""Shapes of published models, for random weights, and what bounds a decode step of them."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer import ROOT, median
+from training import QWEN3_06B, gpu_seconds
+
+if TYPE_CHECKING:
+    from hone.models.spec import ModelSpec
+
+_LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+MODELS = {
+    "Qwen3-0.6B": QWEN3_06B,
+    "Llama-3.2-1B": {
+        **QWEN3_06B,
+        **_LLAMA,
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "Qwen3-1.7B": {**QWEN3_06B, "hidden_size": 2048, "intermediate_size": 6144},
+    "Qwen3-4B": {
+        **QWEN3_06B,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "Qwen2.5-7B": {
+        **QWEN3_06B,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+    },
+    "Qwen3-8B": {
+        **QWEN3_06B,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": False,
+    },
+}
+TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
+
+
+def write_shape(directory: Path, name: str) -> None:
+    """A model's directory without weights: the shape of that name, the tiny model's tokenizer and end of a text."""
+    directory.mkdir()
+    for file in TINY.iterdir():
+        (directory / file.name).write_bytes(file.read_bytes())
+    ends = {
+        key: json.loads((TINY / "config.json").read_text())[key]
+        for key in ("eos_token_id", "pad_token_id")
+    }
+    (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
+
+
+def limits(
+    spec: "ModelSpec", batch: int, context: float, rate: float, flops: float
+) -> tuple[float, float]:
+    """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
+    # Of which few are read
+    rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+    numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
+    return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
+
+
+def bandwidth() -> float:
+    """Bytes a second of a large copy on the device, read and written."""
+    import torch
+
+    source = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds = median([gpu_seconds(partial(target.copy_, source)) for _ in range(6)])
+    del source, target
+    torch.cuda.empty_cache()  # others measure how much there is
+    return 2 * 2**32 / seconds
