@@ -329,7 +329,7 @@ def test_into_how_many_parts_a_sequence_is_cut(rows, length, expected, monkeypat
     ],
 )
 def test_for_which_sequences_length_matters(rows, heads, queries, head_size, expected, monkeypatch):
-    from hone.engine.graphs import LONG, DecodeGraphs
+    from hone.engine.graphs import LONG_SEQUENCE_TOKENS, DecodeGraphs
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "processors", lambda: 132)
@@ -338,14 +338,14 @@ def test_for_which_sequences_length_matters(rows, heads, queries, head_size, exp
         num_attention_heads=heads * queries, hidden_size=1024, head_dim=head_size
     )
     graphs = SimpleNamespace(heads=heads, decoder=SimpleNamespace(model=SimpleNamespace(spec=spec)))
-    assert DecodeGraphs.is_long(graphs, rows, LONG + 1, 0) == expected
-    assert not DecodeGraphs.is_long(graphs, rows, LONG, 0) and not DecodeGraphs.is_long(
-        graphs, rows, LONG + 1, 2
-    )
+    assert DecodeGraphs.is_long(graphs, rows, LONG_SEQUENCE_TOKENS + 1, 0) == expected
+    assert not DecodeGraphs.is_long(
+        graphs, rows, LONG_SEQUENCE_TOKENS, 0
+    ) and not DecodeGraphs.is_long(graphs, rows, LONG_SEQUENCE_TOKENS + 1, 2)
 
 
 def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
-    from hone.engine.graphs import LONG, SOON, DecodeGraphs
+    from hone.engine.graphs import LONG_SEQUENCE_TOKENS, REVIEW_STEPS, DecodeGraphs
     from hone.kernels import gpu
 
     monkeypatch.setattr(gpu, "processors", lambda: 132)
@@ -359,7 +359,11 @@ def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
         cache=SimpleNamespace(pool=SimpleNamespace(size=64)),
     )
     graphs = DecodeGraphs(decoder, None, 128)
-    for longest, expected in ((100, False), (LONG - SOON // 2, False), (LONG, True)):
+    for longest, expected in (
+        (100, False),
+        (LONG_SEQUENCE_TOKENS - REVIEW_STEPS // 2, False),
+        (LONG_SEQUENCE_TOKENS, True),
+    ):
         sequences = [
             SimpleNamespace(
                 prompt_ids=[0] * length, first_step=7, pages=range(100 * i, 100 * i + 100)

@@ -104,7 +104,7 @@ def memory_share(width: int, rows: int) -> int | None:
 
     The rest is cache; None leaves it to the driver. Attention reads keys and values through shared
     memory, products read weights through the cache; both use one percentage, so that one can start
-    while the other runs. As measured (benchmarks/RESULTS.md), by the width of the model.
+    while the other runs. As measured (benchmarks/kernels/tiles.py), by the width of the model.
     """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
@@ -179,7 +179,7 @@ def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
     """Return into how many parts a product of few tokens cuts its inner dimension, and the tile
     width.
 
-    The parts occupy all multiprocessors. As measured (benchmarks/RESULTS.md).
+    The parts occupy all multiprocessors. As measured (benchmarks/kernels/tiles.py).
     """
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):

@@ -351,7 +351,7 @@ def blocks_of(
     blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool
 ) -> Blocks:
     """Return tile sizes for this number of blocks and sequences (`rows`), as measured
-    (benchmarks/RESULTS.md).
+    (benchmarks/kernels/tiles.py).
 
     `queries`: per k/v head; `width`: of the model; `is_long`: for long sequences, where that
     matters.

@@ -193,7 +193,7 @@ class Held(NamedTuple):
         }
 
 
-# As measured (benchmarks/RESULTS.md): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
+# As measured (benchmarks/kernels/tiles.py): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
 # up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
 Tiles = tuple[Held, Held, Held]
 NARROW: dict[int, Tiles] = {

@@ -145,7 +145,7 @@ def _product(
     return out
 
 
-# Tiles as measured (benchmarks/RESULTS.md), with fewer stages where there is no room for them.
+# Tiles as measured (benchmarks/kernels/tiles.py), with fewer stages where there is no room for them.
 
 
 def part_tile(rows: int, width: int, inner: int) -> Tile:

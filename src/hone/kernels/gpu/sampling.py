@@ -352,7 +352,7 @@ def draw_from_hidden(
 
 
 def head_tile(rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Return head_kernel's tile of words and inner size, stages and warps (benchmarks/RESULTS.md)."""
+    """Return head_kernel's tile of words and inner size, stages and warps (benchmarks/kernels/tiles.py)."""
     if rows <= 32 and inner % 128 == 0 and has_dependent_launch():
         return 64, 128, 5, 4
     return 256 if rows > 128 and has_dependent_launch() else 128, 64, 3, 8
