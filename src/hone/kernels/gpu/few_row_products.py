@@ -193,8 +193,9 @@ class Held(NamedTuple):
         }
 
 
-# As measured (benchmarks/kernels/tiles.py): for a projection to heads, one with SwiGLU, one onto a stream. Where threads have
-# up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do better without.
+# As measured (benchmarks/kernels/tiles.py): for a projection to heads, one with SwiGLU, one onto a stream. Where
+# threads have up to 128 registers, a block of the next kernel finds room on the same multiprocessor; the others do
+# better without.
 Tiles = tuple[Held, Held, Held]
 NARROW: dict[int, Tiles] = {
     8: (Held(8, 64, 64, 2, 4), Held(8, 32, 64, 2, 4), Held(8, 32, 64, 6, 3)),
