@@ -108,11 +108,8 @@ async def run_rl_steps(
         is_last = step == max_steps or not goes_on
         if is_last:
             await source.stop()
-        start = time.perf_counter()
         progress = source.read_progress(step)
-        await compute(partial(session.save_step, step, is_last, values, progress))
-        saving = {"time/save": time.perf_counter() - start}
-        await compute(partial(sink.publish, step, values | saving))
+        await compute(partial(_save_and_publish, session, sink, step, is_last, values, progress))
         if events.awaits_weights and session.writes_weights(step, is_last):
             await compute(session.checkpoints.wait_until_written)
             events.on_weights(session.run.weights_of(step))
@@ -142,3 +139,16 @@ def _launch_step(
         return values
 
     return read_numbers
+
+
+def _save_and_publish(
+    session: RunSession,
+    sink: PolicySink,
+    step: int,
+    is_last: bool,
+    values: dict[str, float],
+    progress: dict[str, Any] | None,
+) -> None:
+    start = time.perf_counter()
+    session.save_step(step, is_last, values, progress)
+    sink.publish(step, values | {"time/save": time.perf_counter() - start})
