@@ -18,7 +18,7 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the public names of training on first use."""
+    """Import RLConfig or RLTrainer on first use."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, attribute = _PLACES[name]

@@ -47,7 +47,7 @@ def start_process(
 
 
 def end_processes(*processes: Process, term_seconds: float = TERM_SECONDS) -> None:
-    """End processes and their groups: SIGTERM, at most `term_seconds`, SIGKILL."""
+    """End processes and their groups: SIGTERM, then SIGKILL after at most `term_seconds`."""
     running = [process for process in processes if process.poll() is None]
     for process in running:
         process.terminate()

@@ -161,7 +161,7 @@ def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-
 
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
     expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolve_config()))
-    return f"out of memory: {said}{expected}\n  what makes it less: {config.MEMORY_KEYS}"
+    return f"out of memory: {said}{expected}\n  keys that reduce memory: {config.MEMORY_KEYS}"
 
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
@@ -218,7 +218,7 @@ def _guard_command(command: str, work: Callable[[], int | None]) -> int:
 
 
 def _print_error(command: str, message: str) -> int:
-    """Print an error of the user's to standard error; return the exit code."""
+    """Print a user error to standard error, add it to the report, and return exit code 1."""
     write_report(error=message)
     print(f"{command}: error: {message}", file=sys.stderr)
     return 1

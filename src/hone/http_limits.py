@@ -1,7 +1,7 @@
 """Bound the cost of a connection before authentication: headers, header time, open connections.
 
-uvicorn and httptools bound none of it: a header of any length is kept in memory and joined again
-with every part.
+uvicorn and httptools have no such limits: they keep headers of any length in memory, and join them
+again with every part that arrives.
 """
 
 import asyncio
@@ -52,7 +52,10 @@ def most_connections() -> int:
 
 
 class Waiting:
-    """A server's connections whose next request is incomplete, the longest waiting first."""
+    """A server's open connections, and those of them whose next request is incomplete.
+
+    `waiting` has the longest waiting first. `most` is the largest number of open connections.
+    """
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -177,5 +180,5 @@ def bounded_http(most: int | None = None) -> type[BoundedHttp]:
 
 
 def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return uvicorn settings with these limits."""
+    """Return a uvicorn configuration with these limits; `options` are uvicorn's own."""
     return uvicorn.Config(app, http=bounded_http(), ws="none", **options)

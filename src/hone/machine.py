@@ -1,8 +1,7 @@
-"""Resources of the machine that this process may use (cores, vector instructions), and how slow it
-is.
+"""Resources of the machine that this process may use, and how slow the machine is.
 
-`prepare_environment` runs before torch and numba are imported, since their threads and instruction
-sets are chosen then.
+Resources are cores, memory, GPUs and vector instructions. `prepare_environment` runs before torch
+and numba are imported, since their threads and instruction sets are chosen then.
 """
 
 import contextlib
@@ -46,7 +45,8 @@ _TASKS = Path("/proc/self/task")
 def prepare_environment() -> None:
     """Set variables that torch and numba read on import, unless the user has set them.
 
-    Also makes Python's garbage collector run less often, which costs a busy server 4 % of its time.
+    Python's garbage collector also runs less often from then on: by default it takes 4 % of a busy
+    server's time.
     """
     ensure_home()
     trust_triton_cache()
@@ -89,7 +89,10 @@ def ensure_home() -> None:
 
 
 def written_by_others(directory: Path) -> str:
-    """Return who else can write to a directory that code is loaded from, or ""."""
+    """Return why other users can write to a directory with code, or "" if they cannot.
+
+    If only the group of this user's own directory can write to it, the permission is removed.
+    """
     try:
         found = directory.stat()
     except OSError:
@@ -105,7 +108,7 @@ def written_by_others(directory: Path) -> str:
 
 
 def trust_triton_cache() -> None:
-    """Point Triton's kernel cache to a directory that only this user can write to."""
+    """Give Triton a new kernel cache if other users can write to the usual one."""
     place = os.environ.get("TRITON_CACHE_DIR")
     home = Path(os.environ.get("TRITON_HOME") or Path.home())
     if problem := written_by_others(Path(place) if place else home / ".triton" / "cache"):
@@ -167,10 +170,11 @@ def _cpu_quota(root: Path) -> float | None:
 
 
 def _can_switch(threads: int) -> bool:
-    """Return True if `Neighbours` works: with a spare thread, threads outnumber the usable
-    processors.
+    """Return True if `Neighbours` can change how long waiting threads spin.
 
-    libgomp counts all processors, whatever time a control group grants.
+    The kernel has to report how long threads waited, and OpenMP threads, with those of a spare
+    thread, have to outnumber the usable processors. libgomp counts all of these processors, even if
+    a control group grants less time.
     """
     tells = Path("/proc/self/schedstat").exists() and hasattr(os, "sched_getaffinity")
     return tells and 2 * threads - 1 > len(os.sched_getaffinity(0))
@@ -179,10 +183,10 @@ def _can_switch(threads: int) -> bool:
 class Neighbours(threading.Thread):
     """Make waiting threads sleep while other programs need the cores, and spin otherwise.
 
-    On an idle machine a spinning thread continues at once; a sleeping one has to be woken, which
-    takes up to milliseconds on a virtual machine, hundreds of times per step. libgomp stops
-    spinning early while there are more threads than cores. So a spare thread that has computed
-    once, and then waits, is the switch.
+    A spinning thread continues at once. A sleeping thread has to be woken, which takes up to
+    milliseconds on a virtual machine, hundreds of times per step. libgomp stops spinning early
+    while there are more threads than cores. So to make threads sleep, this class starts a spare
+    thread that computes once with torch and then waits; to let them spin, it ends that thread.
     """
 
     # Seconds; shares of the time that threads waited for a core.
@@ -222,7 +226,7 @@ class Neighbours(threading.Thread):
             ).start()
 
     def _thread_times(self) -> tuple[int, int]:
-        """Return nanoseconds that threads of this process ran, and that they waited for a core."""
+        """Return how long this process's threads ran and waited for a core, in nanoseconds."""
         computed = waited = 0
         try:
             tasks = os.listdir(_TASKS)
@@ -254,7 +258,7 @@ def _spare_cores(end: threading.Event) -> None:
 
 
 def started_in(seconds: float) -> None:
-    """Report how long imports took, from which the machine's slowness follows."""
+    """Set how slow this machine is from the seconds that imports took."""
     global _slowness
     _slowness = min(max(1.0, seconds / USUAL_START), MAX_SLOWNESS)
 

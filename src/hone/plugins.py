@@ -19,7 +19,7 @@ from hone.users_code import CONTAINED, ExitInUserCode
 def load_function(path: str, key: str) -> Callable[..., Any]:
     """Return the function at `package.module:function`; modules may be in the working directory.
 
-    Raises ValueError with the configuration `key` that names it.
+    Raises ValueError, which names the configuration key `key`, if it cannot be imported.
     """
     if os.getcwd() not in sys.path:  # a console script has its own directory there
         sys.path.append(os.getcwd())
@@ -36,9 +36,16 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 
 
 def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> Callable[..., Any]:
-    """Bind keyword-only parameters to the given values, validated by their annotations.
+    """Bind a function's keyword-only parameters to values, validated by their annotations.
 
-    Raises ValueError that names the key below `key`, what was found and what is accepted.
+    An exception of the function becomes a ValueError with its place in the code.
+
+    Args:
+        given: values by parameter name.
+        key: configuration key of the values, for messages.
+
+    Raises:
+        ValueError: a value is wrong; it names the key, what was found and what is accepted.
     """
     types = typing.get_type_hints(function)
     fields: dict[str, Any] = {

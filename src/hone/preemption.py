@@ -40,21 +40,26 @@ def listen_to_ctrl_c() -> None:
 
 
 def steps_begin() -> None:
-    """Note that there is progress to save from now on; before, Ctrl-C ends a command at once."""
+    """Record that training steps begin: from now on the first Ctrl-C waits for a checkpoint.
+
+    Before this call Ctrl-C ends a command at once.
+    """
     global _takes_steps
     _takes_steps = True
 
 
 def ignore_from_now_on() -> None:
-    """Ignore the signal: a run that has ended must not be killed by it while Python shuts down."""
+    """Ignore SIGUSR1, so that it cannot kill a finished run while Python shuts down."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Context manager: processes started inside receive the signal once they listen, even if it
-    comes earlier.
+    """Context manager: block SIGUSR1, so that processes started inside do not die of it.
+
+    They inherit the block, and receive the signal once they listen (`listen_for_signals`), even if
+    it came earlier.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:

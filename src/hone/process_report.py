@@ -18,20 +18,20 @@ _facts: dict[str, Any] = {}
 
 
 def claim_report_file() -> None:
-    """Report to the file that the environment names; processes started from here do not."""
+    """Report to the file that the environment names; hide it from child processes."""
     global _file
     _file = os.environ.pop(REPORT_VARIABLE, "")
     _facts.clear()
 
 
 def reserve_report(file: Path) -> None:
-    """Empty the report of a process that is about to start, and take its space on the disk."""
+    """Empty the report file of a process that is about to start; reserve space on the disk."""
     with contextlib.suppress(OSError):
         file.write_bytes(b" " * REPORT_BYTES)
 
 
 def write_report(**facts: Any) -> None:
-    """Add facts to the report, if one is wanted. Messages are cut to MESSAGE_CHARS."""
+    """Add facts to the report, if the parent wants one. Texts are cut to MESSAGE_CHARS."""
     if not _file:
         return
     for name, value in facts.items():

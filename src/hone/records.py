@@ -23,7 +23,7 @@ Tool = dict[str, Any]
 
 
 class Refused(RuntimeError):
-    """A server refuses a request for good; `status` is its HTTP status, a 4xx."""
+    """A server refused a request, and would again; `status` is the HTTP status, a 4xx."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -91,7 +91,7 @@ class Sampling:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Sampling":
-        """Build it from the values of `dataclasses.asdict` after a trip through JSON."""
+        """Build a Sampling from the JSON values of `dataclasses.asdict`."""
         return cls(**{**found, "logit_bias": tuple(map(tuple, found["logit_bias"]))})
 
     @functools.cached_property
@@ -114,8 +114,12 @@ class Sampling:
 class Prompt:
     """A conversation that the assistant continues.
 
-    The first `covered` messages are `before` as token ids, as the model processed them.
-    `template_arguments` go to the chat template, as in {"enable_thinking": False}.
+    Attributes:
+        messages: OpenAI chat messages.
+        tools: OpenAI tools that the assistant may call.
+        before: token ids of the first `covered` messages, as the model processed them.
+        covered: number of messages that `before` stands for.
+        template_arguments: arguments of the chat template, as {"enable_thinking": False}.
     """
 
     messages: list[Message]
@@ -126,7 +130,7 @@ class Prompt:
 
 
 def other_seed(seed: int, number: int) -> int:
-    """Return a seed for separate draws: those of a later turn, or of a continuation."""
+    """Return a seed that follows from `seed` and `number`, for a later turn or a continuation."""
     return int.from_bytes(
         hashlib.blake2b(f"{seed} {number}".encode(), digest_size=7).digest(), "little"
     )
@@ -134,10 +138,19 @@ def other_seed(seed: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt with sampling parameters.
+    """A prompt with sampling parameters, as the engine takes it.
 
-    `ends(ids)` receives the tokens so far and returns how many to keep and stop, or None to
-    continue. `allows(ids)` returns a mask over the vocabulary of the tokens that may follow.
+    Attributes:
+        prompt_ids: token ids of the prompt.
+        sampling: sampling parameters.
+        stop_ids: tokens that end the completion.
+        ends: called with the ids generated so far; returns how many of them to keep, which ends
+            the completion, or None to continue.
+        timeout: seconds until the completion ends with the tokens it has.
+        adapter: name of a loaded LoRA adapter.
+        name: name for progress reports.
+        allows: called with the ids generated so far; returns a mask over the vocabulary of the
+            tokens that may follow.
     """
 
     prompt_ids: list[int]
@@ -196,7 +209,7 @@ class Turn:
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Turn":
-        """Build it from the values of `dataclasses.asdict` after a trip through JSON."""
+        """Build a Turn from the JSON values of `dataclasses.asdict`."""
         return cls(**{**found, "completion": Completion(**found["completion"])})
 
     @property
@@ -223,14 +236,14 @@ class Rollout:
     state: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, with the part of its state that JSON can hold."""
+        """Return the rollout as JSON values, without state that JSON cannot hold."""
         state = {key: value for key, value in self.state.items() if _is_json(value)}
         parts = {"example": asdict(self.example), "turns": [asdict(turn) for turn in self.turns]}
         return {**vars(self), **parts, "state": state}
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Rollout":
-        """Build it from the values of `to_json`; `example` may be an Example."""
+        """Build a Rollout from the values of `to_json`; `example` may be an Example already."""
         example = found["example"]
         example = example if isinstance(example, Example) else Example(**example)
         turns = [Turn.from_json(turn) for turn in found["turns"]]
@@ -251,8 +264,19 @@ def _is_json(value: Any) -> bool:
 
 @dataclass(eq=False)
 class Sample:
-    """A training sequence. Arrays have equal length (lists are converted); `mask` marks the
-    policy's tokens.
+    """A training sequence of T tokens. Lists are converted to arrays.
+
+    Attributes:
+        ids: token ids, int64, T.
+        mask: True for tokens that the policy generated, bool, T.
+        logprobs: the sampler's logprobs, float64, T; 0.0 where `mask` is False.
+        advantage: advantage of all its tokens.
+        temperature: temperature at which it was sampled.
+        teacher_logprobs: a teacher's logprobs for distillation, float64, T.
+        env: name of the environment, which may select a loss.
+        routing: the sampler's experts in all blocks, int16, (T - 1) x R, -1 where unknown.
+        group: number of its group.
+        member: index of its rollout in the group.
     """
 
     ids: "NDArray[np.int64]"
@@ -278,7 +302,9 @@ class Sample:
 
     @property
     def target_count(self) -> int:
-        """Return the number of trained tokens: generated ones except a first, which nothing
+        """Return the number of tokens with a loss.
+
+        These are the generated tokens, except a first token of the sequence, which nothing
         predicts.
         """
         return int(self.mask[1:].sum())

@@ -1,8 +1,7 @@
-"""Tell clients on this machine that a server is starting: a lock on a file named after its port,
-held until it listens.
+"""Tell clients on this machine that a server is starting, by a lock on a file.
 
-The lock ends with the process that holds it, however that ends, so a file that was left behind says
-nothing.
+The file is named after the server's port, and the lock is held until the server listens. The lock
+ends with its process, however that ends, so a file that was left behind means nothing.
 """
 
 import contextlib
@@ -24,7 +23,7 @@ def _lock_path(port: int) -> Path:
 
 @contextlib.contextmanager
 def announce_start(port: int) -> Iterator[None]:
-    """Let `is_starting(port)` be true in other processes while the block runs."""
+    """Context manager: make `is_starting(port)` True in other processes while the block runs."""
     with contextlib.ExitStack() as stack:
         if fcntl is not None:
             path = _lock_path(port)
@@ -36,7 +35,7 @@ def announce_start(port: int) -> Iterator[None]:
 
 
 def is_starting(port: int) -> bool:
-    """Return whether a Hone server of this user is starting on the port."""
+    """Return True if a Hone server of this user is starting on the port."""
     if fcntl is None:
         return False
     try:

@@ -1,8 +1,8 @@
 """Call users' code (rewards, tools, environments, callbacks) without letting it end the process.
 
-`exit()` raises SystemExit, which is no Exception: asyncio passes it to the loop's runner, and a
-command would end with exit code 0 in the middle of its work. In `CONTAINED` it becomes an ordinary
-error.
+`exit()` raises SystemExit, which is not a subclass of Exception: asyncio passes it on to whoever
+runs the loop, and a command would end with exit code 0 in the middle of its work. Within `with
+CONTAINED:` it becomes an ordinary error.
 """
 
 from asyncio import CancelledError
@@ -15,8 +15,9 @@ class ExitInUserCode(RuntimeError):
 
 
 class _Contained:
-    """Convert exceptions that are no Exception to ExitInUserCode, except cancellation and a real
-    Ctrl-C.
+    """Context manager that turns SystemExit and the like into ExitInUserCode.
+
+    Subclasses of Exception, cancellation and a real Ctrl-C pass unchanged.
     """
 
     def __enter__(self) -> None:

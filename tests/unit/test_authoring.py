@@ -71,7 +71,7 @@ def load_environment(kind="slow"):
             "slow",
             1,
             [
-                "all else waits meanwhile",
+                "scoring blocks everything else",
                 "19 examples to train on repeat",
                 "5 of 5 held-out examples",
             ],

@@ -1,4 +1,4 @@
-"""Checks of `hone env check`: rewards of the environment's own answers and of other answers."""
+"""Checks behind `hone env check`: examples, rewards, prompt lengths and, with -m, rollouts."""
 
 import argparse
 import asyncio
@@ -123,7 +123,7 @@ async def own_answers(
     text = f"a rollout takes {1000 * each:.1f} ms beside the model, scoring at most {1000 * scoring:.1f} ms"
     if scoring > SLOW_SECONDS:
         report.print_warning(
-            f"{text}: all else waits meanwhile; give it processes of its own (orchestrator.env.workers)"
+            f"{text}: scoring blocks everything else; run it in separate processes (orchestrator.env.workers)"
         )
     else:
         report.print_good(text)
@@ -137,7 +137,7 @@ async def own_answers(
 async def check_other_answers(
     environment: Environment, chosen: list[Example], own: list[Rollout], report: CheckReport
 ) -> None:
-    """Check that an empty answer and the answer to another example earn less."""
+    """Check that an empty answer and another example's answer earn less than the right one."""
     texts = {"an empty answer": ""}
     said = (
         [m for m in own[-1].messages if m["role"] == "assistant" and m.get("content")]

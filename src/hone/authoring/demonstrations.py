@@ -1,4 +1,4 @@
-"""Build SFT data from an environment: conversations whose assistant turns it demonstrates.
+"""Build SFT data from an environment's rollouts; the environment writes the assistant turns.
 
 example ─► environment.rollout(Demonstrator) ─► {"messages": […]}, one line each
                         └─ environment.demonstrate(messages, example, rng)
@@ -15,7 +15,7 @@ from hone.records import Completion, Example, Message, Rollout, Sampling, Tool, 
 
 
 class NotKnown(ValueError):
-    """Raised for an example for which the environment has no demonstration."""
+    """Raised if the environment has no demonstration for an example."""
 
 
 class Demonstrator:
@@ -55,7 +55,11 @@ async def demonstrate_rollout(
 async def demonstrated_rows(
     environment: Environment, count: int, seed: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield `count` rows of SFT data, cycling through the training examples."""
+    """Return an iterator over `count` rows of SFT data, cycling through the training examples.
+
+    A row has `messages` and, if the environment offers tools, `tools` as JSON text. Raises NotKnown
+    if an example has no demonstration.
+    """
     examples = environment.get_dataset()
     found = []
     for i in range(count):

@@ -1,4 +1,4 @@
-"""Install environments beside Hone, or in a virtual environment of their own (verifiers)."""
+"""Install environments into Hone's Python environment or into isolated virtual environments."""
 
 import os
 import shutil
@@ -13,7 +13,14 @@ from hone.environments.protocols.verifiers_v0 import VERSION_RANGE, isolated_pla
 def install_environment(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
     """Install an environment and return the installer's exit code.
 
-    Raises ValueError if `env` is neither a folder nor a valid package name.
+    Args:
+        env: folder with a pyproject.toml, or id of a package.
+        place: folder that is searched for the id before the package index.
+        isolated: install into a separate virtual environment, together with verifiers.
+        extra: further requirements, such as verifiers==0.1.14.
+
+    Raises:
+        ValueError: `env` is neither such a folder nor a valid package name.
     """
     name = env.rstrip("/").rpartition("/")[2].replace("_", "-")
     module = name.replace("-", "_")

@@ -132,7 +132,10 @@ answer together. After a change run `sft` and `rl` with `--clean`, which removes
 
 
 def write_environment(name: str, place: Path) -> Path:
-    """Write the template. Raises ValueError for an invalid module name or an existing folder."""
+    """Write a new environment from the template, below `place`; return its folder.
+
+    Raises ValueError if `name` is no valid module name or the folder exists.
+    """
     name = name.rpartition("/")[2]
     module = name.replace("-", "_")
     if not re.fullmatch(r"[a-z][a-z0-9_]*", module) or keyword.iskeyword(module):

@@ -1,7 +1,7 @@
 """Make a tiny model for trying an environment on a CPU: a config and a byte tokenizer.
 
-Phrases that all conversations of the environment share (instructions, tags) become single tokens.
-Prompts are short then, and everything that differs is read byte by byte.
+Phrases that many conversations of the environment share (instructions, tags) become single tokens,
+which keeps prompts short. All other text has one token per byte.
 """
 
 import json
@@ -35,7 +35,7 @@ COMPARED_PAIRS = 60  # conversations that are compared
 
 
 def spoken_text(message: Message) -> str:
-    """Return a message's text, with its tool calls as the template writes them, without their tags."""
+    """Return a message's text followed by its tool calls as JSON, without the tags around calls."""
     calls = [call["function"] for call in message.get("tool_calls") or []]
     written = [
         json.dumps({"name": c["name"], "arguments": json.loads(c["arguments"])}) for c in calls
@@ -44,9 +44,10 @@ def spoken_text(message: Message) -> str:
 
 
 def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
-    """Return phrases that many conversations have at the same position, longest first.
+    """Return up to 64 phrases that many conversations share, longest first.
 
-    Each conversation is a list of texts.
+    Each conversation is a list of message texts. Phrases are compared between messages with the
+    same index.
     """
     often: set[str] = set()
     for place in range(max(map(len, conversations))):
@@ -68,7 +69,10 @@ def common_phrases(conversations: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _clean_part(text: str, start: int, end: int) -> set[str]:
-    """Return text[start:end] without partial words and short fragments at its ends."""
+    """Strip partial words and words of 1 or 2 letters from the ends of text[start:end].
+
+    Returns a set with the phrase that is left, or an empty set if it is too short.
+    """
     whole = text[start:end]
     if text[:start][-1:].isalnum():
         whole = re.sub(r"^\w+", "", whole)
@@ -88,9 +92,16 @@ def write_model(
     hidden: int = 128,
     layers: int = 3,
 ) -> int:
-    """Write the model directory and return how many phrases became tokens.
+    """Write a model directory without weights; return how many phrases became tokens.
 
-    `conversations` holds the message texts of the environment's conversations.
+    The directory has a Qwen3 config, a tokenizer and a chat template.
+
+    Args:
+        directory: directory to write to.
+        conversations: message texts of the environment's conversations.
+        has_tools: add tokens for the tags around tool calls.
+        hidden: hidden size, a multiple of 32.
+        layers: number of transformer blocks.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(

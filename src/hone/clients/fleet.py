@@ -1,13 +1,14 @@
-"""Serve one policy from several servers, and survive the loss of any of them.
+"""Spread requests for one policy over several servers, and recover when a server is lost.
 
     chat, chat … in one turn of the event loop ─ same messages, consecutive seeds ─► a run ─► queue ─► least busy server
     a server that is lost, silent, or at an older version ─► its runs return to the head of the queue
                       └─► comes back ─ revive: current weights, verified ─► serves again
 
-A server gets as many rollouts as it can compute at once and a small reserve. The rest waits in this
-queue and can go to any server, evaluations first. The fleet polls the tokens generated so far: a
-run that has to be sent again continues from them, or, where results must repeat to the bit, starts
-over from its prompt.
+A run here is a group of rollouts of one prompt, sent as one request. A server gets as many rollouts
+as it can compute at once and a small reserve. The others wait in the fleet's queue and can go to
+any server; evaluations go first. The fleet polls the servers for the tokens generated so far. A run
+that has to be sent again continues from them if `goes_on` is set; otherwise it starts over from its
+prompt, so that results are bitwise repeatable.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class _Run:
 
 
 class OutdatedServer(ServerLost):
-    """A server answers with older weights than it had loaded."""
+    """A server generated with older weights than it had when the request was sent."""
 
 
 class Server:
@@ -98,10 +99,11 @@ class Server:
             task.cancel()
 
     def update_progress(self, state: dict[str, Any]) -> None:
-        """Read an answer of /progress: the server's load and the tokens generated since.
+        """Update the server's rollout limit and the partial completions from a /progress response.
 
-        Waiting requests that would have room are not counted: a server that has only begun to read
-        a step's requests is not full.
+        Only requests for which the server has no slot or no pages lower the limit. Requests that
+        merely wait to be admitted do not: a server that has just begun to read a step's requests is
+        not full.
         """
         running = state["running"]
         reserve = max(QUEUE_RESERVE, state["running"] // 8)
@@ -126,8 +128,11 @@ class Fleet:
     """Send requests to the servers of one policy.
 
     Args:
+        clients: one client per server.
         revive: loads the current weights into a server that came back, and returns their version.
-        goes_on: True if a run that is sent again continues from the tokens that are known.
+        deadline: seconds to wait for a lost server.
+        log: logger for lost and returned servers.
+        goes_on: continue a run that is sent again from the tokens that were reported for it.
     """
 
     def __init__(
@@ -192,7 +197,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------ requests
 
     def _send_pending(self) -> None:
-        """Group the requests made in this turn of the event loop into runs and queue them."""
+        """Group the requests of this turn of the event loop into runs, and queue the runs."""
         asked = self._asked
         self._asked = {}
         for same in asked.values():
@@ -257,9 +262,10 @@ class Fleet:
             self._dispatch_runs()
 
     async def _request_turns(self, server: Server, run: _Run) -> list[Turn]:
-        """Request the turns of a run; cancelled once nobody awaits any.
+        """Request the turns of a run; cancel the request once nobody awaits them.
 
-        Raises OutdatedServer if the server restarted between two requests, without its weights.
+        Raises OutdatedServer if the server generated with weights older than `run.version`, as
+        after a restart that nobody noticed.
         """
         count = len(run.futures)
         name = run.name if self.goes_on else ""
@@ -346,7 +352,7 @@ def _fail_waiters(run: _Run, error: BaseException | None) -> None:
 
 
 class Urgent:
-    """The same fleet, with priority over its other requests."""
+    """Client of a fleet whose requests go before all others, for evaluations."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -36,8 +36,14 @@ class ServerLost(ConnectionError):
 class HttpClient:
     """Client of one server. Use as `async with HttpClient(…) as client`.
 
-    `extra_body` is added to every request. With `is_hone`, logprobs are requested as plain numbers,
-    which costs both sides a tenth of the work.
+    Args:
+        base_url: URL of the API, ending in /v1.
+        model: name of the model in requests.
+        api_key: sent as bearer token.
+        extra_body: fields that are added to every request.
+        timeout: seconds per request.
+        retries: further attempts after a lost connection, status 429 or 5xx.
+        is_hone: request logprobs as plain numbers, which costs both sides a tenth of the work.
     """
 
     def __init__(
@@ -73,7 +79,11 @@ class HttpClient:
         await self.http.aclose()
 
     async def check_key(self) -> None:
-        """Raise ValueError, with what to do, if the server refuses the key or requires one."""
+        """Check the API key against the server.
+
+        Raises ValueError, with what to do, if the server answers 401, and ConnectionError if the
+        check fails otherwise.
+        """
         try:
             await self.call_control("version")
         except RuntimeError as error:
@@ -102,11 +112,12 @@ class HttpClient:
                 )
 
     async def wait_until_up(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> httpx.Response:
-        """Return the server's answer on /models. Wait while a local server listens or starts.
+        """Return the server's response to /models; wait for a server on this machine.
 
-        A server on this machine may still be loading its model, or may not listen yet: it is
-        awaited until there was no sign of it for `no_sign_seconds`, and after NOTICE_SECONDS
-        standard error says so. Servers elsewhere are asked once. Raises ConnectionError.
+        A server on this machine may still be loading its model, or may not listen yet. It is polled
+        until it has neither listened nor announced its start (`server_starts.py`) for
+        `no_sign_seconds`; after NOTICE_SECONDS a message on standard error says so. Servers
+        elsewhere are polled once. Raises ConnectionError.
         """
         url = httpx.URL(self.base_url)
         is_here = url.host in LOOPBACK
@@ -154,8 +165,9 @@ class HttpClient:
     ) -> list[Turn]:
         """Request `count` completions of one prompt, with consecutive seeds from `sampling.seed`.
 
-        A Hone server reports progress under `name` and continues from the tokens in `so_far`. A
-        named request is encoded once, so its content must not change.
+        Args:
+            name: name under which a Hone server reports progress; a named request is not retried.
+            so_far: partial completions, one per seed, from which a Hone server continues.
         """
         optional = {
             "tools": prompt.tools,
@@ -203,7 +215,7 @@ class HttpClient:
         return not await self.why_down(timeout)
 
     async def why_down(self, timeout: float) -> str:
-        """Return why /health is not answered (gone or silent), "" if it is answered."""
+        """Return why the server's /health fails (gone or silent), or "" if it answers 200."""
         try:
             answer = await self.http.get(
                 f"{self.base_url.removesuffix('/v1')}/health", timeout=timeout
@@ -253,8 +265,10 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 
 
 def _refusal_error(url: str, answer: httpx.Response) -> Exception:
-    """Return the error for a status other than 200: ContextFull, Refused, or a retryable
-    RuntimeError.
+    """Return the exception for a status other than 200.
+
+    It is ContextFull if the prompt leaves no room, Refused for another 4xx except 429, and else a
+    RuntimeError, which is retried.
     """
     said = answer.text[:500]
     status = answer.status_code
@@ -285,7 +299,7 @@ def _encode_prompt(prompt: Prompt) -> dict[str, Any]:
 
 
 def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
-    """Return the sampling fields of a request: the standard ones, and others that are not defaults."""
+    """Return the sampling fields of a request; most are left out if they have their default."""
     given = asdict(sampling)
     always = ("max_tokens", "temperature", "seed")
     default = asdict(Sampling())
@@ -294,7 +308,10 @@ def _encode_sampling(sampling: Sampling) -> dict[str, Any]:
 
 
 def serve_command(model: str) -> str:
-    """Return the command that serves a model: a directory, a hub id, an adapter's directory or an adapter's name."""
+    """Return the shell command that serves a model.
+
+    `model` is a directory, a hub id, an adapter's directory or an adapter's name.
+    """
     path = Path(model).expanduser()
     if (path / "adapter_config.json").is_file() and not (path / "config.json").exists():
         try:
@@ -334,7 +351,10 @@ def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
 
 
 def _describe_error(error: httpx.HTTPError) -> str:
-    """Return a message for an error; a request error only by type, since its text may hold the key."""
+    """Return an error's type and text; of LocalProtocolError the type alone.
+
+    The text of a LocalProtocolError may hold the API key.
+    """
     name = type(error).__name__
     return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"
 

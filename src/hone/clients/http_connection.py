@@ -2,8 +2,9 @@
 
     httpx.AsyncClient(transport=Wire())      headers, JSON and errors stay those of httpx
 
-httptools parses answers, which are read in one piece. The read timeout covers the whole answer.
-Proxies are not supported (`is_direct` says where none applies), and HEAD requests are refused.
+httptools parses the responses, and each response is read whole before it is returned. The read
+timeout covers the whole response. Proxies are not supported: use this transport only for a URL for
+which `is_direct` returns True. HEAD requests raise UnsupportedProtocol.
 """
 
 import asyncio
@@ -35,10 +36,10 @@ def is_direct(url: str) -> bool:
 
 
 class Wire(httpx.AsyncBaseTransport):
-    """An httpx transport. Raises ConnectError, ConnectTimeout, ReadTimeout and RemoteProtocolError
-    as httpx does.
+    """An httpx transport that keeps connections open for further requests.
 
-    Cancelling a request closes its connection, which tells the server.
+    Raises ConnectError, ConnectTimeout, ReadTimeout and RemoteProtocolError as httpx does.
+    Cancelling a request closes its connection, so that the server notices.
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,10 @@ class Wire(httpx.AsyncBaseTransport):
         self._kept.clear()
 
     def _take_connection(self, place: Place) -> "_Connection | None":
-        """Return the most recently used idle connection; close those idle for long."""
+        """Return the most recently used idle connection, or None.
+
+        Closes connections that were idle for more than IDLE_SECONDS.
+        """
         kept = self._kept[place]
         while kept and kept[0][0] < time.monotonic() - IDLE_SECONDS:
             kept.pop(0)[1].close()
@@ -121,7 +125,7 @@ def _encode_request(request: httpx.Request, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection with one request at a time. `is_open` says if it may take another."""
+    """A connection with one request in flight. `is_open` is True if it can take the next one."""
 
     is_open = _has_head = False
     _answer: asyncio.Future[Answer] | None = None
@@ -142,7 +146,7 @@ class _Connection(asyncio.Protocol):
 
     @property
     def _pending_answer(self) -> asyncio.Future[Answer] | None:
-        """Return the future of the answer that is awaited."""
+        """Return the future of the response that is awaited, or None."""
         return None if self._answer is None or self._answer.done() else self._answer
 
     def has_ended(self) -> bool:

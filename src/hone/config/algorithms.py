@@ -1,4 +1,4 @@
-"""Named algorithms: defaults for keys of `rl` that are not given. Imports no torch."""
+"""Named algorithms (grpo, dapo, …): defaults for keys of `rl`. Imports no torch."""
 
 from typing import Any, Literal
 
@@ -56,10 +56,10 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 
 
 def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
-    """Merge given values over the defaults of their algorithm, and return them.
+    """Return the values of `rl` merged over the defaults of their `algorithm`.
 
-    If another loss type is given, none of the algorithm's loss keys apply. The algorithm of an
-    environment sets the trainer's loss for that environment.
+    If another loss type is given, none of the algorithm's loss keys apply. The `algorithm` of an
+    environment sets the loss of that environment (`trainer.loss_of`).
     """
     defaults = _preset_of(values.get("algorithm"))
     given = ((values.get("trainer") or {}).get("loss") or {}).get("type")
@@ -77,7 +77,7 @@ def with_algorithms(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_its_algorithm(section: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Merge a separate component's values over its `algorithm`'s defaults.
+    """Return the values of a separate component merged over the defaults of its `algorithm`.
 
     `section` is "trainer" or "orchestrator".
     """

@@ -3,9 +3,9 @@
     argv ─ `@ file.toml`, `--a.b-c value` ─► nested dict ─ Config.model_validate ─► typed model
                                                   └─ any mistake ─► ConfigError: key, file, found, accepted, nearest
 
-pydantic provides types, bounds and validation. pydantic-config also reads `@ file.toml`. This
-reader adds messages that name a bad key's file and the nearest valid key, `--help` made from the
-types, and a start without heavy imports.
+pydantic provides types, bounds and validation. pydantic-config reads `@ file.toml` too, but this
+reader also names the file of a bad key and the nearest valid key, makes `--help` from the types,
+and starts without heavy imports.
 """
 
 import difflib
@@ -52,8 +52,9 @@ def expand_home(value: Any) -> Any:
 
 
 class Config(BaseModel):
-    """Base of every configuration section. Unknown keys are errors; the docstring below a key
-    documents it.
+    """Base class of all configuration sections. Unknown keys are errors.
+
+    The docstring below a key documents it in `--help` and in the reference page.
     """
 
     # Keys that reduce memory.
@@ -67,11 +68,11 @@ class Config(BaseModel):
     @field_validator("*", mode="after", check_fields=False)
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """Expand a leading `~` of paths, since values of files pass through no shell."""
+        """Expand a leading `~` in paths: no shell expands the values of a file."""
         return expand_home(value)
 
     def to_public_dict(self) -> dict[str, Any]:
-        """Return the values as plain data without secrets, safe to write down."""
+        """Return the values as plain data without secrets, for files and logs."""
         redacted: dict[str, Any] = redact_secrets(self.model_dump(mode="json"))
         return redacted
 
@@ -83,8 +84,12 @@ class Config(BaseModel):
     def prepare_values(
         cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
     ) -> dict[str, Any]:
-        """Adjust the values read, before validation. `files_for` names keys that have files of
-        their own.
+        """Adjust the values after reading and before validation; return them.
+
+        Args:
+            values: nested values, as read from files and the command line.
+            origins: source of each dotted key, such as a file's name.
+            files_for: sections that are read from files of their own (`--trainer @ train.toml`).
         """
         return values
 
@@ -92,9 +97,15 @@ class Config(BaseModel):
 def find_differences(
     before: dict[str, Any], now: Config, prefix: str = ""
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Return (key, before, now) for values that differ and may not change between runs.
+    """Yield (key, before, now) for each changed key that has to stay the same on resume.
 
-    Keys that only one side knows, from another version of Hone, are skipped.
+    Keys that only one of the two configurations has are skipped: they come from another version of
+    Hone.
+
+    Args:
+        before: configuration of the earlier run, as plain data.
+        now: the new configuration.
+        prefix: dotted path of the section, ending in a dot.
     """
     public = now.to_public_dict()
     for key, field in type(now).model_fields.items():
@@ -135,7 +146,10 @@ def load_config(cls: type[C], argv: list[str]) -> C:
 def validate_values(
     cls: type[C], values: dict[str, Any], origins: dict[str, str] | None = None
 ) -> C:
-    """Validate values. Raises ConfigError. `origins` maps dotted keys to the source of their value."""
+    """Return the values as a validated `cls`. Raises ConfigError.
+
+    `origins` maps dotted keys to the source of their value, which messages name.
+    """
     try:
         return cls.model_validate(values)
     except ValidationError as error:
@@ -143,9 +157,10 @@ def validate_values(
 
 
 def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse arguments into a nested dict, and a dict from dotted key to its origin.
+    """Parse arguments into nested values and the origin of each dotted key.
 
-    Files come first, later ones win; then overrides in their order. `free` are the `users_keys`.
+    Later files override earlier ones; keys on the command line override all files, the last one
+    wins. `free` is the result of `users_keys`. Raises ConfigError.
     """
     files: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -182,7 +197,8 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: tables key by key, anything else replaced.
 
-    A table over a list of tables changes each of them, or only the one whose name precedes the key.
+    A table that is merged into a list of tables changes each of them. If it has the name of one of
+    them as a key, the keys below that name change this one alone.
     """
     result = dict(base)
     for key, value in over.items():
@@ -253,11 +269,10 @@ def _merge_file(
 
 
 def users_keys(cls: type[Config]) -> dict[str, bool]:
-    """Return the keys whose tables hold names chosen by the user, such as environments or
-    arguments.
+    """Return the keys whose tables have user-chosen names, such as arguments or adapters.
 
-    These names are kept as written. The value is True if each entry is a section with keys of
-    Hone's own. A name that is also a section elsewhere is left out.
+    These names are kept as written, dashes included. The value is True if each entry is a section
+    with keys of Hone's own. A key that is the name of a section elsewhere is left out.
     """
     found: dict[str, bool] = {}
     sections: set[str] = set()
@@ -277,7 +292,10 @@ def users_keys(cls: type[Config]) -> dict[str, bool]:
 
 
 def _split_key(name: str, free: dict[str, bool]) -> list[str]:
-    """Split a dotted key, with Hone's own parts spelled as in Python."""
+    """Split a dotted key; replace dashes by underscores except in user-chosen names.
+
+    `free` is the result of `users_keys`.
+    """
     path: list[str] = []
     rest = name.split(".")
     while rest:
@@ -321,15 +339,15 @@ def _list_leaves(content: dict[str, Any], path: list[str]) -> list[str]:
 
 
 class Whole(dict[str, Any]):
-    """A table given as one value on the command line; it replaces a list of tables."""
+    """A table given as JSON on the command line; it replaces a list of tables."""
 
 
 class Typed(str):
-    """Command-line text whose type its key decides later."""
+    """Text from the command line that is converted to the type of its key during validation."""
 
 
 def parse_untyped(value: Any) -> Any:
-    """Parse text whose key has no type: a number, true, false, or the text itself."""
+    """Parse command-line text of a key without a type: as JSON if possible, else as text."""
     if isinstance(value, dict):
         return {key: parse_untyped(one) for key, one in value.items()}
     if not isinstance(value, Typed):
@@ -341,7 +359,7 @@ def parse_untyped(value: Any) -> Any:
 
 
 def _parse_scalar(text: str) -> Any:
-    """Parse a command-line value: `None`, JSON lists and objects. Other text is typed by its key."""
+    """Parse a command-line value: `None`, a JSON list or object, else text of type Typed."""
     if text == "None":
         return None
     if text[:1] in "[{":
@@ -398,7 +416,7 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
 
 
 def _suggest_key(cls: type[Config], names: list[str]) -> str:
-    """Return what helps with an unknown key: the kind that has it, or the nearest or all known keys."""
+    """Return a hint for an unknown key: the type that has it, the nearest key, or all keys."""
     parents = _find_sections(cls, names[:-1])
     name = names[-1]
     kinds = [kind for one in parents if name in one.model_fields for kind in _list_kinds(one)]
@@ -449,7 +467,7 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
 
 
 def _list_kinds(cls: type[Config]) -> list[str]:
-    """Return the accepted values of `type`."""
+    """Return the accepted values of a section's `type`; empty if it has no such key."""
     return (
         [str(kind) for kind in get_args(cls.model_fields["type"].annotation)]
         if "type" in cls.model_fields
@@ -462,9 +480,9 @@ def _to_kebab_case(key: str) -> str:
 
 
 def _describe_origin(names: list[str], origins: dict[str, str], message: str = "") -> str:
-    """Return where a key was given, as ` (in FILE)`.
+    """Return where a key was given, as ` (in FILE)`, or "" if that is unknown.
 
-    For a section it is where those of its keys were given that the message names, or all of them.
+    For a section, return where its keys were given: those that the message names, else all of them.
     """
     prefix = ".".join(names) + "." if names else ""
     below = {key[len(prefix) :]: place for key, place in origins.items() if key.startswith(prefix)}
@@ -516,7 +534,7 @@ def section_type(annotation: Any) -> type[Config] | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A key, or a section before its keys. `value` is the command's default."""
+    """An entry of `--help`: a key, or the heading of a section. `value` is the default."""
 
     key: str
     field: Any
@@ -527,9 +545,13 @@ class Entry:
 def walk_entries(
     cls: type[Config], values: Config | None = None, prefix: str = ""
 ) -> Iterator[Entry]:
-    """Yield a section's own keys, then its subsections.
+    """Yield the entries of a section: its own keys first, then its subsections with theirs.
 
-    `values` holds the section's defaults in this command. Tables by name are shown as NAME.
+    Sections with user-chosen names are listed once, with NAME in place of these names.
+
+    Args:
+        values: defaults of this section in the command; None: the defaults of its class.
+        prefix: dotted path of the section, ending in a dot.
     """
     sections = []
     for name, field in cls.model_fields.items():

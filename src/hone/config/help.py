@@ -71,9 +71,9 @@ def _describe_entry(one: Entry) -> str:
 
 
 def to_toml(config: Config, with_secrets: bool = False) -> str:
-    """Return a configuration as TOML that gives the same one back; None is written as "None".
+    """Return a configuration as TOML that loads back to the same values; None becomes "None".
 
-    Secrets are left out unless `with_secrets`, for a file that only its owner reads.
+    Secrets are left out unless `with_secrets` is set, for a file that only its owner can read.
     """
     values = config.model_dump(mode="json") if with_secrets else config.to_public_dict()
     return "\n".join(_toml_table(values, "")).strip() + "\n"
@@ -137,7 +137,7 @@ def _describe_type(kind: Any) -> str:
 
 
 def _describe_default(value: Any) -> str:
-    """Return a default as text, or "" for an empty string."""
+    """Return a default as text: "required" if there is none, "none" for None."""
     if value is PydanticUndefined:
         return "required"
     if value is None:

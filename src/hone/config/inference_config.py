@@ -20,7 +20,7 @@ class InferenceConfig(ServeConfig):
     @model_validator(mode="before")
     @classmethod
     def _lift_server_keys(cls, values: Any) -> Any:
-        """Accept `host` and `port` at the top, as vLLM spells them."""
+        """Move top-level `host` and `port`, vLLM's spelling, to the section `server`."""
         if not isinstance(values, dict) or not {"host", "port"} & set(values):
             return values
         flat = {key: values[key] for key in ("host", "port") if key in values}

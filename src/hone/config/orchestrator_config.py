@@ -111,7 +111,7 @@ class TrainEnvConfig(EnvConfig):
 
 
 class BufferConfig(Config):
-    """Use of statistics about examples from their earlier groups."""
+    """Settings that skip or replay examples by the rewards of their earlier groups."""
 
     easy_threshold: Share | None = None
     """Running mean reward from which an example counts as easy."""
@@ -216,7 +216,7 @@ class OrchestratorConfig(GroupConfig):
 
     @property
     def mixing_ratios(self) -> dict[str, list[tuple[int, float]]] | None:
-        """Return the environments' mixing ratios by step, or None if all are mixed."""
+        """Return each environment's schedule [(step, ratio), …], or None without ratios."""
         found = {}
         for env in self.env:
             if env.ratio is None:

@@ -18,9 +18,9 @@ class ProbeConfig(Config):
     max_tokens: Annotated[int, Field(ge=2)] = 256
     """Most tokens of a completion, and of what is new in a prompt."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Of the draws and of the logprobs that are compared."""
+    """Sampling temperature, also used for the compared logprobs."""
     seed: int = 0
-    """Of all draws."""
+    """Seed of all random draws."""
     server: Url | None = None
     """A server of Hone's, whatever computes behind it (`--backend vllm`), that serves this model under this name: its
     rollouts are looked at instead of the engine's, with chats of random letters."""

@@ -1,7 +1,8 @@
 """Configuration of `rl`, `trainer` and `orchestrator`.
 
-In `rl`, keys that the components share stand once at the top. A component's own file (`--trainer @
-train.toml`) repeats them; `rl` hoists them from there and refuses components that differ.
+In `rl`, keys that several components share are given once, at the top level. A component's own file
+(`--trainer @ train.toml`) has them too: `rl` moves them to the top level, and raises ConfigError if
+two components differ.
 """
 
 from typing import Annotated, Any, Literal
@@ -210,7 +211,7 @@ class RLConfig(ResumableConfig):
     def _hoist_shared(cls, values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
         """Move the keys that components share out of their sections, and return them.
 
-        Raises ConfigError if two components differ.
+        Raises ConfigError if two components give a key different values.
         """
         shared: dict[str, Any] = {}
         said_by: dict[str, str] = {}
@@ -238,7 +239,7 @@ class RLConfig(ResumableConfig):
 
 
 def _flatten_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Yield (dotted name, value) pairs."""
+    """Return nested tables as one dict from dotted name to value."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= (

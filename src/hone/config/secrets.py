@@ -1,4 +1,4 @@
-"""Keep secrets out of files and logs, by key names and by values that look like keys.
+"""Keep secrets out of files and logs: find them by key names and by the form of values.
 
 A process that is started from a written configuration receives its secrets in the environment
 variable SECRETS_VARIABLE, which only its user can read.
@@ -26,7 +26,7 @@ Path = tuple[str | int, ...]
 
 
 def is_secret(key: Any, value: Any) -> bool:
-    """Return True for a key that holds a secret, by its name."""
+    """Return True if the name of the key says that it holds a secret, and the value is not empty."""
     name = str(key)
     return bool(value) and bool(SECRET_KEY.search(name)) and not NAMES_A_SECRET.search(name)
 

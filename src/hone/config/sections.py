@@ -40,9 +40,10 @@ API_KEY_FILE_VARIABLE = "HONE_API_KEY_FILE"  # names a file with the key
 
 
 def own_key(url: str = "http:") -> str | None:
-    """Return the API key of Hone's own servers, which is not sent to other services (https).
+    """Return the API key of Hone's own servers, or None for an https URL or without a key.
 
-    Raises ValueError if the key's file cannot be read.
+    https URLs belong to other services, which must not see the key. Raises ValueError if the key's
+    file cannot be read.
     """
     if not url.startswith("http:"):
         return None
@@ -64,7 +65,7 @@ def as_list(value: Any) -> Any:
 
 
 def to_python_names(value: Any) -> Any:
-    """Replace dashes in argument names of a Python function."""
+    """Replace dashes by underscores in the keys of a table, which are Python arguments."""
     value = parse_untyped(value)
     return (
         {key.replace("-", "_"): one for key, one in value.items()}
@@ -152,7 +153,7 @@ class OptimConfig(Config):
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of one AdamW moment per weight."""
+        """Return the bytes that one AdamW moment takes per weight."""
         return 4 if self.state_dtype == "float32" else 2
 
 
@@ -173,7 +174,7 @@ class WeightsConfig(Config):
     """Save the weights as weights/step_N every this many steps; the last step is always saved."""
 
     def list_steps(self, max_steps: int) -> list[int]:
-        """Return the steps whose weights a run of `max_steps` steps writes."""
+        """Return the steps after which a run of `max_steps` steps saves its weights."""
         return (
             [*range(self.interval, max_steps, self.interval), max_steps]
             if self.interval
@@ -195,7 +196,7 @@ class NcclConfig(Config):
 
 
 def with_type(kind: str) -> BeforeValidator:
-    """Return a validator that sets `type` to `kind` where a union of sections has none."""
+    """Return a validator that gives a table of a union of sections its default `type`."""
     return BeforeValidator(
         lambda value: {"type": kind, **value} if isinstance(value, dict) else value
     )
@@ -207,7 +208,10 @@ BroadcastConfig = Annotated[
 
 
 def named_or_own(value: str, names: Iterable[str], key: str) -> str:
-    """Validate one of `names` or the import path of a user's function. Raises ValueError."""
+    """Return `value` if it is one of `names` or the import path of a user's function.
+
+    Raises ValueError, which names `key` and the nearest of `names`.
+    """
     if value not in names and ":" not in value:
         near = difflib.get_close_matches(value, names, n=1, cutoff=0.0)[0]
         raise ValueError(

@@ -35,12 +35,12 @@ REASONS = {  # keys of verifiers or transformers that are not supported here, wi
     "loss_type": "the loss is masked importance sampling; `rl` has others (--trainer.loss.type)",
     "epsilon": "nothing is clipped: tokens out of mask_ratio_low to mask_ratio_high have no loss",
     "scale_rewards": "advantages are rewards minus their group's mean; `rl` has others (--orchestrator.advantage)",
-    "importance_sampling_level": "ratios are of tokens; `rl` has sequences' (--trainer.loss.ratio-type)",
+    "importance_sampling_level": "ratios are per token; `rl` also has ratios per sequence (--trainer.loss.ratio-type)",
     "vllm_importance_sampling_cap": "ratios are masked, not capped: mask_ratio_high",
     "async_generation_timeout": "it is generation_timeout",
     "async_max_queue_size": "it follows from num_batches_ahead",
     "lora_config": "its fields are keys here: lora_rank, lora_alpha, lora_dropout, …",
-    "save_only_model": "what a run resumes from is written beside: checkpoints/step_N",
+    "save_only_model": "resume state is written separately, to checkpoints/step_N",
     "resume_from_checkpoint": "it is --resume",
     "deepspeed": "several GPUs are used by torch's FSDP2",
     "fsdp": "several GPUs are used by torch's FSDP2 without a key",
@@ -81,7 +81,10 @@ WORDS = {  # keys in messages of `rl`, and in files for vf-rl
 
 
 def in_own_words(text: str, is_python: bool = False) -> str:
-    """Rewrite a message of `rl` with the keys of vf-rl, or the arguments of RLTrainer."""
+    """Replace keys of `rl` in a message by those of vf-rl, or by arguments of hone.RLTrainer.
+
+    `is_python` selects the arguments of hone.RLTrainer.
+    """
     for theirs, ours in WORDS.items():
         text = text.replace(theirs, ours)
     if is_python:
@@ -220,7 +223,11 @@ class RLTrainerArgs(Config):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        """Drop keys that have no effect; explain other unsupported keys of verifiers."""
+        """Drop unsupported keys that ask for the default behaviour; refuse the others.
+
+        Raises ValueError with the reason for a key of verifiers or transformers that is not
+        supported.
+        """
         if not isinstance(values, dict):
             return values
         kept = {}
@@ -431,7 +438,10 @@ class VfRLConfig(Config):
         return values
 
     def _place_gpus(self, gpus: int) -> dict[str, Any]:
-        """Return which of the GPUs sample and which train."""
+        """Return the keys of `rl` that assign GPUs to inference and training.
+
+        `gpus` is the number of GPUs of the machine. Raises ConfigError if they do not suffice.
+        """
         wanted = self.inference.gpus
         trains = self.trainer.gpus
         share = _parse_number(self.inference.args, "tensor_parallel_size") * _parse_number(
@@ -461,7 +471,11 @@ class VfRLConfig(Config):
 
 
 def _parse_server_flags(flags: dict[str, Any], args: RLTrainerArgs) -> dict[str, Any]:
-    """Parse flags in vLLM's spelling. Raises ConfigError for one that is nearly a known key."""
+    """Convert server flags, spelled as in vLLM, to values of `inference`.
+
+    Flags that Hone's server does not have are passed on to vLLM. Raises ConfigError for a flag that
+    looks like a misspelled key.
+    """
     names = {"max_num_seqs": "max_batch_size"}
     known = set(ServeConfig.model_fields) - {"server", "vllm_args"}
     own = {}

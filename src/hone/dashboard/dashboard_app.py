@@ -1,4 +1,4 @@
-"""Routes of the dashboard. views.py makes what they show, jobs.py what they start.
+"""HTTP routes of the dashboard. views.py makes their content; jobs.py starts and stops runs.
 
 /  /assets/…          the page
 /api/runs, /api/run, /api/series, /api/rollouts, /api/rollout, /api/log, /api/doctor, /api/plot
@@ -229,7 +229,10 @@ class DashboardRoutes:
 
 
 def make_route(make: Callable[..., Any], *names: str) -> Callable[[Request], Any]:
-    """Return a handler that answers with the result of `make` for these query parameters."""
+    """Return a route handler that calls `make` with the query parameters `names`.
+
+    It responds with the result, or with status 400 if a parameter is missing.
+    """
 
     async def answer_route(request: Request) -> Response:
         query = request.query_params
@@ -242,7 +245,11 @@ def make_route(make: Callable[..., Any], *names: str) -> Callable[[Request], Any
 
 
 async def answer_with(make: Callable[[], Any]) -> Response:
-    """Run `make` in a thread and return its result as it is or as JSON, or an error."""
+    """Run `make` in a thread and return its result as an HTTP response.
+
+    A Response is returned as it is; other results become JSON. None and KeyError become status 404,
+    ValueError status 400.
+    """
     try:
         found = await asyncio.to_thread(make)
     except KeyError as error:

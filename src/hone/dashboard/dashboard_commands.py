@@ -51,7 +51,10 @@ def run_dashboard(argv: list[str]) -> int:
 
 
 def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> int:
-    """Serve the dashboard. Raises ValueError for a missing directory or a port in use."""
+    """Serve the dashboard over the runs below `root` until interrupted.
+
+    `opens` also opens it in a browser. Raises ValueError for a missing directory or a port in use.
+    """
     if not root.is_dir():
         raise ValueError(f"{root} is no directory")
     import uvicorn
@@ -102,8 +105,9 @@ def open_in_browser(url: str) -> None:
 
 
 def bind_near(host: str, port: int) -> socket.socket:
-    """Return a bound socket; if the default port is in use, on the next free one. Raises
-    ValueError.
+    """Return a socket bound to the port, or to a free one after it if it is the default.
+
+    From the default port on, PORTS_TO_TRY ports are tried. Raises ValueError if none is free.
     """
     from hone.inference.socket_binding import bind_socket
 
@@ -192,8 +196,9 @@ def run_plot(argv: list[str]) -> int:
 
 
 def runs_in(path: Path) -> list[Run]:
-    """Return the runs of a directory itself, without subdirectories. Raises ValueError if there are
-    none.
+    """Return the runs of a directory itself, without subdirectories and evaluations.
+
+    Raises ValueError if there are none.
     """
     found = (
         [run for run in find_runs(path).values() if run.path == path and run.kind != "eval"]

@@ -30,7 +30,16 @@ Series = dict[str, dict[int, float]]  # metric: step: value
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. `kind` is its code; `rollouts` are indexed rollouts that show it."""
+    """A problem that a check found in a run.
+
+    Attributes:
+        kind: its code, such as "collapse".
+        title: the problem in one sentence.
+        first_step: first step that shows it.
+        evidence: the measured values that show it, in sentences.
+        helps: what usually helps.
+        rollouts: index ids of rollouts that show it.
+    """
 
     kind: str
     title: str
@@ -52,7 +61,13 @@ class DoctorReport:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts about a run. `steps` holds averages of each step's rollouts (`Index.step_means`)."""
+    """What the checks know about a run.
+
+    Attributes:
+        series: values of the metrics, by name and step.
+        steps: averages of each step's rollouts (`Index.step_means`).
+        prompt: what is unusual about a prompt's tokens, or "" if nothing is.
+    """
 
     series: Series
     steps: list[dict[str, Any]]
@@ -116,7 +131,7 @@ def examine_run(index: Index) -> DoctorReport:
 
 
 def _with_examples(finding: Finding, index: Index) -> Finding:
-    """Add rollouts of the finding's first step that show it."""
+    """Return the finding with up to five rollouts of its first step as examples."""
     if index.run.kind != "rl":
         return finding
     sort, down = ("tokens", True) if finding.kind == "length" else ("reward", False)
@@ -128,7 +143,7 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
 
 
 def template(facts: RunFacts) -> Finding | None:
-    """Find prompts that do not match the tokenizer: low reward from the start, unsure tokens."""
+    """Find prompts in the wrong chat format: low reward from the start, improbable tokens."""
     first = facts.steps[:MIN_STEPS]
     known = [row["logprob"] for row in first if row["logprob"] is not None]
     mean = sum(known) / len(known) if known else 0.0
@@ -169,7 +184,7 @@ def odd_prompt(index: Index) -> str:
 
 
 def truncated(facts: RunFacts) -> Finding | None:
-    """Find completions that max_tokens truncates from the beginning on."""
+    """Find runs in which max_tokens cuts most completions from the first steps on."""
     cut = [row for row in facts.steps[:MIN_STEPS] if row["truncated"] > TRUNCATED_SHARE]
     if not cut or len(cut) < min(MIN_STEPS, len(facts.steps)):
         return None
@@ -214,7 +229,7 @@ def constant(facts: RunFacts) -> Finding | None:
 
 
 def no_signal(facts: RunFacts) -> Finding | None:
-    """Find groups whose rollouts have equal rewards in most of the last steps."""
+    """Find runs in which most groups of the last steps have equal rewards."""
     idle = facts.metric_by_step("batch/without_signal")
     n = max(MIN_STEPS, len(facts.metric_by_step("batch/without_signal")) // 4)
     last = sorted(idle)[-n:]
@@ -258,7 +273,7 @@ def collapse(facts: RunFacts) -> Finding | None:
         f"by 100 if the reward is lost within {MIN_STEPS} steps.",
         f"Go on from a checkpoint before it with changed keys: rl … --fork RUN@{max(1, first - 1)} or earlier.",
         "A KL term (trainer.loss) or a smaller optim.max_norm hold it back; "
-        "optim.skip_norm passes single bad steps.",
+        "optim.skip_norm skips single bad steps.",
     ]
     title = "The policy has collapsed: the reward is lost"
     return Finding("collapse", title, first, f"{peak} {_describe_training(facts, first)}", advice)
@@ -317,7 +332,7 @@ def length(facts: RunFacts) -> Finding | None:
 
 
 def stale(facts: RunFacts) -> Finding | None:
-    """Find training on tokens of an old or different policy."""
+    """Find training on tokens of an older policy, or on logprobs that differ from the trainer's."""
     behind = facts.metric_by_step("batch/off_policy_level/mean")
     apart = facts.trained_metric("mismatch_kl/mean")
     masked = facts.trained_metric("is_masked/mean")

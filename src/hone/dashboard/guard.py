@@ -83,7 +83,7 @@ class Guard:
             "same-origin",
             "none",
         ) and path.startswith("/api"):
-            return "asked by the page of another site"
+            return "the request comes from a page of another site"
         return None
 
 

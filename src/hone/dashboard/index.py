@@ -49,8 +49,9 @@ def cache_directory() -> Path:
 
 
 class Index:
-    """The index of one run. One thread at a time calls `update_index`; readers use their own
-    connections.
+    """SQLite index of one run.
+
+    Only one thread at a time updates it; each reader opens its own connection.
     """
 
     def __init__(self, root: Path, run: Run, place: Path | None = None) -> None:
@@ -103,8 +104,9 @@ class Index:
         raise sqlite3.DatabaseError(f"{self.file} cannot be written")
 
     def update_index(self, waits: bool = False) -> bool:
-        """Index what is new and return True if there was anything. `waits`: wait for another
-        thread's update.
+        """Index new metrics and rollouts; return True if there were any.
+
+        If another thread is updating the index, wait for it if `waits` is set, else return False.
         """
         if not self._lock.acquire(blocking=waits):
             return False
@@ -126,7 +128,10 @@ class Index:
             self._lock.release()
 
     def update_metrics(self) -> bool:
-        """Index new rows of metrics only, which is fast; do nothing while another update runs."""
+        """Index new metrics, but no rollouts, which is fast; return True if there were any.
+
+        Does nothing while another update runs.
+        """
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -195,7 +200,7 @@ class Index:
             self.progress = (self.progress[0] + len(some), len(there))
 
     def _take_file(self, connection: sqlite3.Connection, step: int, file: Path) -> None:
-        """Index a growing file as one step, again whenever it has changed."""
+        """Index a growing file as the rollouts of one step; index all of it again if it changed."""
         stamp = _file_stamp(file)
         known = dict(connection.execute("SELECT step, stamp FROM files"))
         if stamp and known.get(step) != stamp:
@@ -226,7 +231,7 @@ class Index:
 
     @contextlib.contextmanager
     def open_reader(self) -> Iterator[sqlite3.Connection]:
-        """Return a read-only connection, building the index first if needed."""
+        """Context manager: a read-only connection to the index, which is built first if needed."""
         if not self._is_made or not self.file.exists():
             self._open_ready().close()
         connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
@@ -245,9 +250,9 @@ class Index:
     def metric_series(
         self, names: list[str], since: int = -1, most: int = 2000
     ) -> dict[str, list[list[float]]]:
-        """Return steps and values of metrics after step `since`.
+        """Return {name: [steps, values]} for metrics, from the step after `since` on.
 
-        If there are more than `most` points, runs of consecutive steps are averaged.
+        If a metric has more than `most` points, consecutive steps are averaged.
         """
         found: dict[str, list[list[float]]] = {}
         with self.open_reader() as connection:
@@ -274,10 +279,21 @@ class Index:
     def find_rollouts(
         self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int
     ) -> dict[str, Any]:
-        """Return the matching rows and their total number.
+        """Return one page of the rollouts that match `wanted`, and their total number.
 
-        `wanted` may have step_from, step_to, reward_from, reward_to, tokens_from, tokens_to, env,
-        stop, unused, group, example and text. Raises ValueError for an unknown `sort`.
+        Args:
+            wanted: filters: step_from, step_to, reward_from, reward_to, tokens_from, tokens_to,
+                env, stop, unused, group, example, failed, truncated and text.
+            sort: column to sort by, one of SORTED_BY.
+            descending: largest values first.
+            most: most rows to return.
+            skip: number of matching rows to leave out at the beginning.
+
+        Returns:
+            {"total": number of matches, "rows": index rows}.
+
+        Raises:
+            ValueError: `sort` is unknown.
         """
         if sort not in SORTED_BY:
             raise ValueError(f"sort {sort!r}: {', '.join(SORTED_BY)}")
@@ -295,7 +311,10 @@ class Index:
         return {"total": total, "rows": [dict(row) for row in rows]}
 
     def filter_values(self) -> dict[str, list[Any]]:
-        """Return the values to filter by: environments, stop reasons, reasons of non-use, steps."""
+        """Return the values to filter by: environments, stop reasons, reasons for non-use.
+
+        `steps` holds the first step, the last step and the number of rollouts.
+        """
         with self.open_reader() as connection:
             found = {
                 name: [
@@ -312,9 +331,10 @@ class Index:
         return found
 
     def step_means(self) -> list[dict[str, Any]]:
-        """Return averages of each step's rollouts, in order.
+        """Return averages over the rollouts of each step, ordered by step.
 
-        `alike` is the correlation of reward with length (-1 to 1).
+        `low` and `high` are the smallest and the largest reward, `failed` and `truncated` are
+        shares, and `alike` is the correlation of reward with length (-1 to 1).
         """
         sql = """SELECT step, count(*) AS count, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
             avg(tokens) AS tokens, avg(truncated) AS truncated, avg(logprob) AS logprob, avg(error != '') AS failed,
@@ -332,14 +352,14 @@ class Index:
         return found
 
     def find_row(self, number: int) -> dict[str, Any] | None:
-        """Return the row of a rollout."""
+        """Return the index row of a rollout by its id, or None."""
         with self.open_reader() as connection:
             connection.row_factory = sqlite3.Row
             row = connection.execute("SELECT * FROM rollouts WHERE id = ?", (number,)).fetchone()
         return None if row is None else dict(row)
 
     def read_rollout(self, number: int) -> dict[str, Any] | None:
-        """Return a rollout as written, with its index row, or None if it is gone."""
+        """Return a rollout as its file has it, with its index row under `at`; None if it is gone."""
         row = self.find_row(number)
         if row is None:
             return None

@@ -57,8 +57,21 @@ LOG_TAIL_BYTES = 64 * 1024
 
 @dataclass
 class Job:
-    """A job. `state`: queued, running, done, stopped (with a checkpoint), failed, submitted (to
-    Slurm), foreign.
+    """A job that was started from the dashboard.
+
+    Attributes:
+        name: command and number, such as rl-001.
+        command: rl, sft, vf-rl or vf-eval.
+        output_dir: directory of the run below the root; for vf-eval the weights to evaluate.
+        where: "here" or "slurm".
+        state: queued, running, done, stopped (with a checkpoint), failed, submitted (to Slurm)
+            or foreign.
+        resume: resume from the last checkpoint.
+        pid: process id, 0 if it has not been started.
+        code: exit code, None while unknown.
+        more: further options for Slurm; for vf-eval its settings as JSON.
+        begun: local time of creation.
+        signature: proof that this user's dashboard wrote the job.
     """
 
     name: str
@@ -75,7 +88,7 @@ class Job:
 
     @property
     def run_name(self) -> str:
-        """The run that the job makes, or whose weights it evaluates."""
+        """Return the id of the run that the job creates, or whose weights it evaluates."""
         if self.command == "vf-eval":
             return f"{Path(self.output_dir).parents[1].as_posix()}:rl"
         return f"{self.output_dir}:{kind_of(self.command)}"
@@ -93,7 +106,7 @@ class Jobs:
         self._thread: threading.Thread | None = None
 
     def describe_lab(self) -> dict[str, Any]:
-        """Return the recipes that can be started, and the jobs."""
+        """Return what the page for starting runs shows: commands, recipes, jobs and Slurm."""
         return {
             "commands": KINDS,
             "recipes": [name for name, _ in self._find_recipes()],
@@ -103,7 +116,7 @@ class Jobs:
         }
 
     def _find_recipes(self) -> list[tuple[str, Path]]:
-        """Return TOML files in folders below the root, and those that come with Hone."""
+        """Return (name, file) of the TOML files in RECIPE_FOLDERS and of Hone's own."""
         own = [
             file
             for place in RECIPE_FOLDERS
@@ -120,7 +133,7 @@ class Jobs:
         ]
 
     def read_recipe(self, name: str) -> dict[str, str]:
-        """Return a recipe's text and, if known, its command. Raises KeyError."""
+        """Return a recipe's text and a guess of its command. Raises KeyError if it is unknown."""
         text = dict(self._find_recipes())[name].read_text(errors="replace")
         guess = (
             "vf-rl"
@@ -132,7 +145,10 @@ class Jobs:
         return {"toml": text, "command": guess}
 
     def check_config(self, command: str, toml: str) -> dict[str, Any]:
-        """Validate a configuration for a command and return the error message, or ""."""
+        """Validate a configuration for a command.
+
+        Returns {"ok": True, "max_steps": …, "model": …}, or {"ok": False, "error": message}.
+        """
         if command not in KINDS:
             return {"ok": False, "error": f"command {command!r}: {', '.join(KINDS)}"}
         with tempfile.TemporaryDirectory() as place:
@@ -152,7 +168,18 @@ class Jobs:
     def start_run(
         self, command: str, toml: str, output_dir: str, where: str, more: str
     ) -> dict[str, Any]:
-        """Queue a run, or submit it to Slurm. Raises ValueError."""
+        """Queue a run on this machine, or submit it to Slurm; return the job.
+
+        Args:
+            command: rl, sft or vf-rl.
+            toml: text of the configuration.
+            output_dir: directory of the run, below the root; "" chooses a new one.
+            where: "here" or "slurm".
+            more: further options of `hone slurm`.
+
+        Raises:
+            ValueError: the configuration, the directory or the submission is refused.
+        """
         checked = self.check_config(command, toml)
         if not checked["ok"]:
             raise ValueError(checked["error"])
@@ -186,7 +213,17 @@ class Jobs:
     def start_evaluation(
         self, run: Run, weights: Path, config: dict[str, Any], examples: int
     ) -> dict[str, Any]:
-        """Queue an evaluation of a run's weights on its own environment. Raises ValueError."""
+        """Queue an evaluation of a run's weights on the run's first environment.
+
+        Args:
+            run: the RL run.
+            weights: directory of the weights.
+            config: the run's resolved configuration.
+            examples: number of held-out examples.
+
+        Raises:
+            ValueError: the run is no RL run, or its configuration names no environment.
+        """
         env = next(iter(environments_of(config)), {})
         if run.kind != "rl" or not isinstance(env.get("id"), str):
             raise ValueError(
@@ -286,7 +323,10 @@ class Jobs:
         return hmac.new(self._key, text, "sha256").hexdigest()
 
     def _as_it_stands(self, job: Job) -> Job:
-        """Return a job of another dashboard with its state, judged by its run's heartbeat."""
+        """Return the job, with state stopped if its process or its run's heartbeat is gone.
+
+        Jobs whose process this dashboard started are returned as they are.
+        """
         if job.state == "running" and job.name not in self._processes:
             run = (
                 find_runs(self.root / job.output_dir)
@@ -355,7 +395,7 @@ class Jobs:
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
     def _typed_directory(self, job: Job) -> str:
-        """Return the job's directory as a user would type it."""
+        """Return the job's directory relative to the one in which its command runs."""
         return os.path.relpath(self.root / job.output_dir, self.home)
 
     def _submit_job(self, job: Job) -> None:
@@ -370,7 +410,7 @@ class Jobs:
         job.state = "submitted"
 
     def _line_up(self, job: Job) -> dict[str, Any]:
-        """Write a job and make sure that the queue is processed."""
+        """Write a job, start the thread of the queue if needed, and return the job as shown."""
         self._write_job(job)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run_queue, daemon=True)
@@ -378,7 +418,7 @@ class Jobs:
         return self._describe_job(job)
 
     def _run_queue(self) -> None:
-        """Run queued jobs until none waits or runs."""
+        """Start queued jobs one after the other, until none is queued or running."""
         while True:
             with self._lock:
                 jobs = self._read_jobs()

@@ -1,4 +1,4 @@
-"""Plot the curves of the dashboard's first page as PNG or SVG."""
+"""Plot the curves of the dashboard's first page as PNG, SVG or PDF."""
 
 import io
 from pathlib import Path
@@ -25,7 +25,10 @@ FORMATS = ("png", "svg", "pdf")
 
 
 def draw_curves(indexes: list[Index], form: str) -> bytes:
-    """Draw one line per run in each panel. Raises ValueError if there is nothing to draw."""
+    """Return a picture with a panel per metric and, in each panel, a line per run.
+
+    `form` is one of FORMATS. Raises ValueError if there is nothing to draw.
+    """
     from matplotlib.figure import Figure  # takes seconds, which only pictures need
 
     for index in indexes:

@@ -62,7 +62,7 @@ def _message_text(message: Any) -> str:
 
 
 def clean_text(value: Any) -> str:
-    """Return text with lone surrogates replaced, which every reader accepts."""
+    """Return a value as text that can be encoded as UTF-8: lone surrogates are replaced."""
     return str("" if value is None else value).encode("utf-8", "replace").decode()
 
 
@@ -75,7 +75,7 @@ def _int_or_zero(value: Any) -> int:
 
 
 def is_finite(value: Any) -> bool:
-    """Return True for a number that a float holds."""
+    """Return True for a finite number that fits into a float."""
     try:
         return isinstance(value, (int, float)) and math.isfinite(value)
     except OverflowError:
@@ -87,7 +87,7 @@ def _number_or_zero(value: Any) -> float:
 
 
 def row_of(line: bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object; None if it is incomplete or no object."""
+    """Parse a line as a JSON object; return {} if it is incomplete or no object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):

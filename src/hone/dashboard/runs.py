@@ -41,7 +41,7 @@ FRESH_SECONDS = 20.0  # seconds since its last line during which an evaluation c
 
 @dataclass(frozen=True)
 class Run:
-    """A run. `id` is its path below the root and its kind, as in `outputs/demo:rl`."""
+    """A run or an evaluation. `id` is its path below the root and its kind: `outputs/demo:rl`."""
 
     id: str
     kind: str  # rl, sft, eval
@@ -69,7 +69,10 @@ def find_runs(root: Path) -> dict[str, Run]:
 
 
 def _walk_directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
-    """Yield the directories below `top` with the names of their plain files."""
+    """Yield `top` and the directories below it, with the names of their plain files.
+
+    It goes `depth` levels down, and skips hidden directories and those in PASSED_OVER.
+    """
     try:
         entries = list(os.scandir(top))
     except OSError:
@@ -82,15 +85,16 @@ def _walk_directories(top: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
 
 
 def read_text(root: Path, file: Path, most: int = 2**20) -> str:
-    """Return the last `most` bytes of a file below the root as text; "" if it is missing or a link
-    leads out.
+    """Return the last `most` bytes of a file below the root as text.
+
+    Returns "" if the file is missing, or if a link leads out of the root.
     """
     data, _ = read_end(root, file, most)
     return data
 
 
 def read_end(root: Path, file: Path, most: int) -> tuple[str, int]:
-    """Return the end of a file and the offset where it begins."""
+    """Return the last `most` bytes of a file as text, and the offset at which they begin."""
     try:
         if not is_below(root, file):
             return "", 0
@@ -116,7 +120,10 @@ def read_json(root: Path, file: Path) -> dict[str, Any]:
 
 
 def config_of(root: Path, run: Run) -> dict[str, Any]:
-    """Return the resolved configuration as far as it is readable; several processes have one each."""
+    """Return a run's resolved configuration, merged from the files of its processes.
+
+    Files that cannot be read or parsed are skipped.
+    """
     names = {"rl": ("orchestrator", "trainer", "rl"), "sft": ("sft",), "eval": ()}[run.kind]
     found: dict[str, Any] = {}
     for name in names:
@@ -162,7 +169,7 @@ def _list_directory(directory: Path) -> list[Path]:
 
 
 def _file_clock() -> float:
-    """Return the time of the clock that stamps files."""
+    """Return the current time of the clock that file modification times use."""
     return time.time()  # noqa: TID251
 
 

@@ -1,4 +1,4 @@
-"""Tokens of a rollout for display: text, logprobs of both sides, loss mask, policy version."""
+"""Tokens of a rollout for display: text, sampler and trainer logprobs, loss mask, version."""
 
 import functools
 import re
@@ -44,9 +44,10 @@ class TokenTable:
         return name_of(self._texts.bytes_of(token))[:MAX_TOKEN_CHARACTERS]
 
     def find_oddity(self, prompt: list[int]) -> str:
-        """Return what is unusual about a prompt's tokens, or "".
+        """Return what is unusual about a prompt's tokens, or "" if nothing is.
 
-        Cases: chat tokens that the prompt lacks or has as ordinary text, or a doubled beginning.
+        It reports chat tokens that are missing or written as ordinary text, and a first token that
+        occurs twice in a row.
         """
         if self._tokenizer is None:
             return ""
@@ -71,10 +72,16 @@ class TokenTable:
         return ""
 
     def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
-        """Return the turns as the sequences that were trained on, with the trainer's values.
+        """Return a rollout's turns as the sequences that were trained on, for display.
 
-        `sampled` holds logprobs of generated tokens, None for others. See
+        Each sequence has one value per token under `ids`, `text`, `sampled` (the sampler's
+        logprobs), `version`, `trained` (the trainer's logprobs) and `masked`, with None where there
+        is no value, and the number of tokens not shown under `cut`. The turns are joined as in
         `orchestrator.group.samples_of`.
+
+        Args:
+            turns: turns of the rollout, as in its file.
+            seen: the trainer's values of each sample (`read_trained`).
         """
         sequences = _join_turns(turns if isinstance(turns, list) else [])
         for i, one in enumerate(sequences):
@@ -99,7 +106,10 @@ def _load_tokens(file: Path | None, _stamp: int) -> TokenTable:
 
 
 def _join_turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return sequences of ids, sampler logprobs and versions; a turn continues its predecessor."""
+    """Return sequences of ids, sampler logprobs and versions.
+
+    A turn is appended to the sequence of the turn before if its prompt begins with that sequence.
+    """
     sequences: list[dict[str, Any]] = []
     for turn in turns:
         prompt = turn.get("prompt_ids")

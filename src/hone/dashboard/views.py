@@ -35,7 +35,7 @@ log = logging.getLogger("hone.dashboard")
 
 
 class Runs:
-    """The runs below a root with their indexes, which are updated when somebody looks."""
+    """The runs below a root, with an index of each, which is updated when it is requested."""
 
     def __init__(self, root: Path, cache: Path | None = None) -> None:
         self.root = root.resolve()
@@ -47,7 +47,7 @@ class Runs:
         return find_runs(self.root)
 
     def get_run(self, name: str) -> tuple[Run, Index]:
-        """Return a run. Raises KeyError if there is not one of this name below the root."""
+        """Return a run and its index. Raises KeyError if no run below the root has this id."""
         with self._lock:
             index = self._indexes.get(name)
         if index is None or not index.run.manifest_file.is_file():
@@ -108,7 +108,10 @@ class Runs:
         return found
 
     def fork_origin(self, fork: Any) -> dict[str, Any] | None:
-        """Return the run that this one was forked from, by its path below the root if it is there."""
+        """Return the run, step and changed keys that a manifest's `fork` names, or None.
+
+        The run is given by its path relative to the root if it is below it.
+        """
         if not isinstance(fork, dict):
             return None
         place = Path(str(fork.get("run")))
@@ -140,7 +143,10 @@ class Runs:
         }
 
     def update_run(self, name: str) -> bool:
-        """Index what a run has written since, in a thread. Return True while that continues."""
+        """Start indexing a run's new data in a thread; return True if that still continues.
+
+        Waits at most INDEX_WAIT_SECONDS for the thread.
+        """
         index = self.get_run(name)[1]
         work = threading.Thread(target=index.update_index, args=[True], daemon=True)
         work.start()

@@ -28,12 +28,15 @@ class Admission:
         self.without_room = 0
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Return the sequences without a token yet."""
+        """Return the sequences that have no generated token yet."""
         return [*chain.from_iterable((s, *s.siblings) for s in self.prefilling), *self.waiting]
 
     def plan_prefill(self, admit: bool, budget: int) -> Planned:
-        """Plan the next prefill pass of up to `budget` tokens: started prompts first, then new
-        ones.
+        """Plan the next prefill pass of up to `budget` tokens.
+
+        Prompts that were started come first, then new requests in order of arrival; with `admit`
+        False no new ones. Each admitted request gets a slot and its pages. Returns an empty list if
+        there is nothing to compute.
         """
         planned: Planned = []
         if not (self.prefilling or self.waiting):
@@ -90,8 +93,9 @@ class Admission:
         return planned
 
     def split_plan(self, planned: Planned) -> list[Planned]:
-        """Split a plan into passes that do not read pages they compute; each adapter gets its own
-        passes.
+        """Split a plan into passes, so that no pass reads pages that it computes itself.
+
+        Stretches with adapters and stretches without are in separate passes.
         """
         turns: dict[int, int] = {}  # by page
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
@@ -125,7 +129,10 @@ class Admission:
         self.prefilling = [s for s in self.prefilling if s not in leaders]
 
     def withdraw_request(self, sequence: Sequence) -> bool:
-        """Remove a request that has no token yet; return True if it was one."""
+        """Remove a request that has no generated token yet.
+
+        Returns False if it is not such a request.
+        """
         if sequence in self.waiting:
             self.without_room -= self.waiting.index(sequence) < self.without_room
             self.waiting.remove(sequence)

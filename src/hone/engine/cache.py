@@ -1,7 +1,8 @@
 """KV cache in pages: layers x (k, v) x pages x PAGE x K x E.
 
-With pages a group's prompt is stored once, prompts share common beginnings, and a sequence occupies
-only its length. Kernels read pages in place (`kernels/decode.py`).
+K is the number of key-value heads, E their size. With pages the prompt of a group is stored once,
+prompts share common prefixes, and a sequence takes memory only for its own length. Kernels read
+pages in place (`kernels/decode.py`).
 """
 
 import numpy as np
@@ -54,7 +55,13 @@ class KVCache:
     def note_routing(
         self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
     ) -> None:
-        """Record the experts of a forward pass; the last block computed only the tokens `kept_N`."""
+        """Record the experts that the last forward pass chose for its tokens.
+
+        Args:
+            model: a mixture of experts; nothing is recorded for other models.
+            cells_T: cache cells of the tokens.
+            kept_N: indices of the tokens that the last block computed; None: all.
+        """
         if self.routing is None:
             return
         routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
@@ -67,7 +74,11 @@ class KVCache:
         self.routing[cells_T] = routing_TR
 
     def routing_of(self, pages: list[int], count: int) -> NDArray[np.int16] | None:
-        """Return the experts of a sequence's first tokens, count x R, -1 where unknown."""
+        """Return the experts of a sequence's first `count` tokens, count x R, or None.
+
+        R is the number of experts per token over all blocks; unknown experts are -1. None for a
+        model without experts.
+        """
         if self.routing is None:
             return None
         by_page = self.routing.view(-1, self.pool.size, self.routing.shape[1])
@@ -77,7 +88,7 @@ class KVCache:
         return found
 
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
-        """Copy the first `tokens` tokens of each page, or whole pages."""
+        """Copy pages `source` to pages `target`: the first `tokens` tokens of each, or all."""
         here, there = (to_device(pages, self.store.device) for pages in (source, target))
         # Wider elements mean fewer of them to look up.
         wide = self.store.flatten(4).view(torch.int64)
@@ -91,7 +102,7 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one new token per row over everything before it and itself."""
+    """Attention of one new token per sequence over the tokens before it and itself."""
 
     def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
         self.cache = cache

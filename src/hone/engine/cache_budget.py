@@ -61,9 +61,18 @@ def cpu_gib() -> float:
 def plan_gpu_cache(
     config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
 ) -> Room:
-    """Return `plan_cache` for a GPU. Raises ValueError if `least` bytes do not fit.
+    """Return the engine's cache arguments for a GPU (see `plan_cache`).
 
-    `of_sequence` is the number of bytes of the longest sequence.
+    Args:
+        config: settings of the engine.
+        of_sequence: bytes of the longest sequence.
+        free: bytes of GPU memory that are free.
+        total: bytes of GPU memory.
+        reserved: bytes that this process needs for other things.
+        least: bytes that the cache must have at least.
+
+    Raises:
+        ValueError: `least` bytes do not fit.
     """
     gib = config.kv_cache_gib
     if gib is None:

@@ -44,7 +44,7 @@ class Decoder:
         self.stays_on_device = model.stays_on_device
 
     def at_once(self, kind: int, has_adapters: bool) -> int:
-        """Return how many steps `decode_step` takes in one call."""
+        """Return how many decode steps one call of `decode_step` can run."""
         return (
             PACKED_STEPS
             if self.packed is not None and not has_adapters and kind == TokenSampler.PLAIN
@@ -54,9 +54,17 @@ class Decoder:
     def decode_step(
         self, B: int, kind: int, has_adapters: bool, rows: DecodeRows, steps: int = 1
     ) -> Tensor | None:
-        """Decode one token for the first B active slots, or `steps` of them as `at_once` allows.
+        """Run one decode step, or up to `steps`, for the first B active slots.
 
-        Returns the logits, if the kind needs them.
+        Args:
+            B: number of active slots to decode.
+            kind: kind of sampling (`TokenSampler`).
+            has_adapters: True if a request uses a LoRA adapter.
+            rows: active slots and page table, as the attention kernels read them.
+            steps: decode steps to run, at most `at_once`.
+
+        Returns:
+            The logits B x V if they were computed, else None.
         """
         active_B = rows.active_B[:B]
         state = self.slots.state
@@ -92,7 +100,15 @@ class Decoder:
     ) -> Tensor | None:
         """Draw a token for each of these slots, from hidden states or logits.
 
-        Returns the logits, if they were needed.
+        Args:
+            result_BD: hidden states B x D, or logits B x V with `is_logits`.
+            active_B: slot of each row.
+            kind: kind of sampling (`TokenSampler`).
+            advance: True if this step stored the keys of the token before.
+            is_logits: True if `result_BD` holds logits.
+
+        Returns:
+            The logits B x V if they were computed, else None.
         """
         weight_VD = self.model.head_weight_VD
         is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head")

@@ -4,12 +4,12 @@
                                                                                  ▲          ▼
         passed to `on_finish`, slot and pages freed ◄── look: which are done? ◄──┴── some decode steps
 
-Each `step` prefills the admitted prompts, then decodes a window of several steps: sampling and stop
-tests run on the device, without Python per token. On a GPU they are CUDA graphs (`graphs.py`), and
-the host examines the results of the previous window while the current one runs, so that the device
-never waits for the host. A small model on a CPU takes them in one compiled call
-(`packed_model.py`). Requests are admitted in order of arrival, and the pages of their longest
-completion are reserved then, so that no admitted sequence waits for another.
+Each `step` prefills the admitted prompts, then runs a window of several decode steps. Sampling and
+stop tests run on the device, without Python per token. On a GPU decode steps are CUDA graphs
+(`graphs.py`), and the host examines the results of the previous window while the current one runs,
+so that the device never waits for the host. On a CPU a small model runs a window in one compiled
+call (`packed_model.py`). Requests are admitted in order of arrival. Admission reserves the pages of
+the longest possible completion, so that no admitted sequence waits for another.
 """
 
 import time
@@ -61,7 +61,7 @@ class _Turn:
 
 @dataclass(frozen=True)
 class _Look:
-    """A snapshot for the host to examine: the state of these sequences after all steps launched so far."""
+    """State of some sequences after all steps launched so far, for the host to examine."""
 
     sequences: list[Sequence]
     slots: NDArray[np.int64]
@@ -69,7 +69,7 @@ class _Look:
     snapshot: Snapshot
 
     def running_indices(self, indices: Iterable[int]) -> list[int]:
-        """Return those of these indices whose sequences have not ended since."""
+        """Return the indices whose sequences have not ended since the snapshot."""
         return [i for i in indices if self.sequences[i].slot == self.slots[i]]
 
 
@@ -96,8 +96,16 @@ class Engine:
     ) -> None:
         """Set up an engine without requests.
 
-        With `stand_in`, CUDA graphs of larger work may do smaller work (`kernels/cuda_graphs.py`);
-        which requests are computed together then depends on timing.
+        Args:
+            model: model to sample from.
+            max_batch_size: most sequences that decode at once.
+            max_model_len: most tokens of a prompt and its completion; None: what the model and the
+                cache allow.
+            kv_cache_gib: size of the KV cache in GiB.
+            prefill_tokens: most prompt tokens that are computed before decoding continues.
+            version: policy version of the weights.
+            stand_in: let CUDA graphs of larger batches run smaller ones
+                (`kernels/cuda_graphs.py`); the last bits of results then depend on timing.
         """
         self.model = model
         self.device = model.embed.weight.device
@@ -160,8 +168,9 @@ class Engine:
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
         """Queue a request. max_tokens is reduced to what fits.
 
-        Raises ContextFull for a prompt that leaves no room, and ValueError for an empty prompt,
-        unknown token ids, or an adapter that is not loaded.
+        `on_finish` is called with the completion. Raises ContextFull for a prompt that leaves no
+        room, and ValueError for an empty prompt, unknown token ids, or an adapter that is not
+        loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
@@ -200,8 +209,10 @@ class Engine:
             self._hand_over(sequence, 0, reason)
 
     def named_progress(self, known: dict[str, int]) -> dict[str, Completion]:
-        """Return new tokens of named requests that are decoding, after the first `known[name]`
-        tokens.
+        """Return the new tokens of named requests that are decoding, by name.
+
+        `known` maps names to the number of tokens that the caller has already; other requests are
+        left out.
         """
         self._process_results()
         wanted = [s for s in self.decoding if s.request.name in known]
@@ -243,7 +254,9 @@ class Engine:
         return not (self.decoding or self.admission.waiting or self.admission.prefilling)
 
     def set_version(self, version: int) -> None:
-        """Set the policy version of the next tokens; cached prompts of older weights are not
+        """Set the policy version of the next tokens, after a weight update.
+
+        Running requests continue with the new weights. Cached prompts of older weights are not
         reused.
         """
         self.version = version
@@ -267,7 +280,8 @@ class Engine:
     def load_adapter(self, name: str, directory: Path) -> None:
         """Load or replace a LoRA adapter in peft's format under a name that requests use.
 
-        Running requests continue with it. Raises ValueError for an adapter that does not fit.
+        Running requests of that name continue with the new weights. Raises ValueError if the
+        adapter does not fit, or if the model has one that is being trained.
         """
         if any(lora_modules(self.model)):
             raise ValueError(
@@ -294,7 +308,10 @@ class Engine:
 
     @torch.no_grad()
     def step(self, admit: bool = True) -> None:
-        """Admit and prefill what fits, then decode once, or a window of steps on a GPU."""
+        """Admit and prefill what fits, then run a window of one or more decode steps.
+
+        With `admit` False no new requests are admitted.
+        """
         if self._has_deadlines:
             for sequence in [s for s in self.live_sequences() if s.is_late]:
                 self.abort_request(sequence, "timeout")
@@ -337,7 +354,14 @@ class Engine:
     def _start_decoding(
         self, leaders: list[Sequence], started: list[Sequence], result: Tensor, is_logits: bool
     ) -> None:
-        """Draw the first token of sequences whose prompts are computed, from `result` B x D or B x V."""
+        """Move sequences whose prompts are computed to decoding; draw their first tokens.
+
+        Args:
+            leaders: sequences whose own prompts were computed.
+            started: the leaders and their siblings.
+            result: hidden states B x D of the last prompt tokens, or their logits B x V.
+            is_logits: True if `result` holds logits.
+        """
         active_B = to_device([s.slot for s in started], self.device)
         self.slots.fill_slots(started)
         self.sampler.fill_parameters(started)
@@ -428,7 +452,7 @@ class Engine:
         return 1 + self.steps - sequence.first_step
 
     def _process_results(self) -> None:
-        """Process all pending looks."""
+        """Process the results of the decode steps launched last, if any are pending."""
         if self._under_way is not None:
             look = self._under_way
             self._under_way = None
@@ -437,7 +461,7 @@ class Engine:
     def _process_look(self, look: _Look) -> None:
         """Finish sequences that are done or whose stop condition (`request.ends`) is met.
 
-        Sequences with `request.allows` get the tokens they may draw next.
+        For other sequences with `request.allows`, set the tokens that the next draw may take.
         """
         state = look.snapshot.on_host()
         sequences = look.sequences
@@ -464,8 +488,9 @@ class Engine:
             )
 
     def _read_ahead(self, look: _Look) -> None:
-        """Copy the tokens of running sequences to the host and cache their pages, so that the end
-        is quick.
+        """Copy tokens of running sequences to the host and cache their pages, before they end.
+
+        This leaves less work for the end itself.
         """
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
         going = [(look.sequences[i], counts[i]) for i in look.running_indices(range(len(counts)))]
@@ -474,8 +499,10 @@ class Engine:
             self._remember_pages(sequence)
 
     def _read_tokens(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
-        """Copy the first tokens of these sequences to the host, up to the snapshot, unless they are
-        there.
+        """Copy tokens of sequences to the host, unless they are there already.
+
+        `wanted` holds sequences and the number of their first tokens to copy. Tokens after the
+        snapshot are not read.
         """
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
@@ -491,7 +518,10 @@ class Engine:
             s.logprobs += values[new]
 
     def _remember_pages(self, sequence: Sequence) -> None:
-        """Make the full pages available as a prefix; the newest token has no key yet."""
+        """Register a sequence's full pages for prefix sharing.
+
+        The newest token has no key in the cache yet, so it does not count.
+        """
         full = (len(sequence.prompt_ids) + len(sequence.ids) - 1) // self.pool.size
         if sequence.is_of_one_policy and full > sequence.remembered:
             self.pool.remember_pages(
@@ -500,7 +530,7 @@ class Engine:
             sequence.remembered = full
 
     def _finish_sequences(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
-        """Finish decoding sequences with the given numbers of tokens and reasons."""
+        """Finish decoding sequences, given as (sequence, number of tokens, finish reason)."""
         self._read_tokens([(s, n) for s, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]
@@ -523,7 +553,10 @@ class Engine:
 def _find_limits(
     model: Transformer, max_model_len: int | None, kv_cache_gib: float
 ) -> tuple[int, int]:
-    """Return the longest sequence and the tokens that the cache may hold. Raises ValueError."""
+    """Return the longest sequence and the size of the cache, both in tokens.
+
+    Raises ValueError if `max_model_len` is over the model's limit or does not fit into the cache.
+    """
     spec = model.spec
     limit = spec.max_position_embeddings
     if max_model_len and max_model_len > limit:

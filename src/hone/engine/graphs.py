@@ -1,13 +1,14 @@
-"""Decode steps as CUDA graphs: one launch per step instead of up to 280, several steps per host
-check.
+"""Decode steps as CUDA graphs: one launch per step instead of up to 280.
 
-A graph has a number of rows (padded with the spare slot), a kind of sampling, adapters or none, and
-a way to read the cache: with or without shared pages, each sequence whole or divided, for long or
-short sequences. It is captured on first use. A server's requests arrive one by one, so any number
-of rows may be needed for a few steps: there a graph with more rows stands in (except for shared
-pages) until its spare rows have cost as much as a capture, and some sizes are captured at the start
-(`warm_up.py`). All that changes between replays (active slots, pages, lengths) is in tensors at
-fixed addresses, as are the weights.
+The host checks results only after several steps. A graph belongs to a number of rows (padded with
+the spare slot), a kind of sampling, adapters or none, and a way to read the cache: with or without
+shared pages, each sequence whole or in parts, with blocks for long or for short sequences. It is
+captured on first use.
+
+A server's requests arrive one by one, so any number of rows may occur for a few steps. A graph with
+more rows then stands in (except with shared pages) until its unused rows have cost as much as a
+capture. Some sizes are captured at the start (`warm_up.py`). All that changes between replays
+(active slots, pages, lengths) is in tensors at fixed addresses, as are the weights.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
 
 WORTH_SHARING = 4096  # tokens per step that sharing must save to pay for the group kernel
-ENOUGH_BLOCKS = 100  # tokens of shared pages below which a stretch costs more to combine
+ENOUGH_BLOCKS = 100  # thread blocks below which stretches of shared pages are halved
 # Number of parts per sequence: the first of these that gives no more blocks than multiprocessors,
 # with at least MIN_PART_TOKENS tokens each; else one.
 PARTS = (32, 16, 8, 4, 2)
 MIN_PART_TOKENS = 96  # tokens of a part at least
 MOST_PARTS = 32  # stretches of one shared prompt
-PAYS_FOR_GRAPH = 32  # steps, weighted by the share of unused rows
+PAYS_FOR_GRAPH = (
+    32  # unused decode steps (steps x share of unused rows) that cost as much as a capture
+)
 REVIEW_STEPS = 64  # steps after which sequence lengths may favour another way to read the cache
 LONG_SEQUENCE_TOKENS = 384  # longest sequence in tokens from which larger blocks are faster
 
@@ -82,11 +85,15 @@ class DecodeGraphs:
     def set_batch(
         self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int
     ) -> None:
-        """Set the sequences that decode from now on, which are the active slots, at engine step
-        `step`.
+        """Set the sequences that decode from now on, and choose how they read the cache.
 
-        Call it again from step `looks_again` on, since the best way to read the cache depends on
-        lengths.
+        The best way to read the cache depends on lengths, so call it again at step `looks_again`.
+
+        Args:
+            sequences: the sequences in the active slots, in order.
+            kind: kind of sampling (`TokenSampler`).
+            has_adapters: True if a request uses a LoRA adapter.
+            step: decode steps of the engine so far.
         """
         # Valid for the middle of the steps until the next choice.
         lengths = [len(s.prompt_ids) + step - s.first_step + REVIEW_STEPS / 2 for s in sequences]
@@ -115,7 +122,7 @@ class DecodeGraphs:
         return logits
 
     def _choose_graph(self, key: Key, steps: int) -> Key:
-        """Return the key of the graph to run: the exact one or the next larger."""
+        """Return the key of the graph to run: this key, captured if needed, or one with more rows."""
         if key in self.captured:
             return key
         larger = [
@@ -133,7 +140,8 @@ class DecodeGraphs:
     def _shared_ranges(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
         """Return page ranges (first, end) and the batch rows that share them.
 
-        Rows share the full pages of their prompt. Empty if sharing would save little.
+        Rows with the same prompt share its full pages. The list is empty if sharing would save
+        little.
         """
         from hone.kernels.gpu.decode import MEMBERS
 
@@ -165,9 +173,10 @@ class DecodeGraphs:
         ]
 
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
-        """Return True if unshared sequences are read by the blocks for long ones.
+        """Return True if attention should use the blocks for long sequences.
 
-        The longest sequence decides, since a step ends with its block.
+        They are used without shared pages and parts only. The longest sequence decides, since a
+        step takes as long as its block.
         """
         from hone.kernels.gpu.decode_attention import matters_length
 
@@ -177,14 +186,17 @@ class DecodeGraphs:
         return parts == 0 and longest > LONG_SEQUENCE_TOKENS and matters_length(*shape)
 
     def _choose_parts(self, rows: int, mean: float) -> int:
-        """Return into how many parts each sequence is divided, to use idle multiprocessors."""
+        """Return into how many parts each sequence is divided; 0 leaves it whole.
+
+        Parts use multiprocessors that would be idle with few sequences.
+        """
         if numerics.keeps_order("attention"):
             return 0
         most = min(gpu.processors() / (rows * self.heads), mean / MIN_PART_TOKENS)
         return next((parts for parts in PARTS if parts <= most), 0)
 
     def shared_by(self, key: Key) -> Shared | None:
-        """Return the buffers for shared pages of graphs with this key."""
+        """Return the buffers for shared pages of graphs with this key, None if it has none."""
         from hone.kernels.gpu.decode import Shared
 
         if not key.stretches:
@@ -203,7 +215,7 @@ class DecodeGraphs:
         return self.shared[key.stretches, key.parts]
 
     def rows_by(self, key: Key) -> DecodeRows:
-        """Return all slots as graphs of this key read them."""
+        """Return what attention kernels read for all slots in graphs with this key."""
         from hone.kernels.gpu.decode_attention import Divided
 
         slots = self.slots
@@ -215,7 +227,7 @@ class DecodeGraphs:
     def _write_plan(
         self, key: Key, plan: list[tuple[int, int, list[int]]], sequences: list[Sequence]
     ) -> None:
-        """Write which rows share which pages for the kernels."""
+        """Write to the device which rows share which pages (`_shared_ranges`)."""
         from hone.kernels.gpu.decode import MEMBERS
 
         device = self.slots.device

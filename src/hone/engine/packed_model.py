@@ -1,8 +1,7 @@
-"""A small model on the CPU: one compiled call for all layers (`kernels/cpu/whole_model.py`), over
-packed weights.
+"""A small model on the CPU: one compiled call for all layers, over packed weights.
 
-Its reference is `Transformer` with DecodeAttention and PrefillAttention, which is used everywhere
-else.
+The kernel is `kernels/cpu/whole_model.py`. Its reference is `Transformer` with DecodeAttention and
+PrefillAttention, which all other models use.
 """
 
 import time
@@ -27,10 +26,10 @@ NO_DRAWS = (0,) * 10  # placeholder arguments without draws
 
 
 class Quickest:
-    """Choose the fastest of several equivalent ways by timing them in use.
+    """Choose the fastest of several equivalent variants by timing them in use.
 
-    All are tried there and back, twice, so that work that grows from call to call favours none. The
-    best is used for a while, then all are tried again.
+    A trial runs all variants in order and in reverse order, twice, so that work that grows from
+    call to call favours none. The fastest is used for KEPT calls, then the next trial begins.
     """
 
     KEPT = 100  # calls that a choice is kept for
@@ -43,11 +42,11 @@ class Quickest:
         self._best = 0
 
     def choose_way(self) -> int:
-        """Return the way to use now; report its time with `record_time`."""
+        """Return the index of the variant to use now; report its time with `record_time`."""
         return self._trial[self._calls] if self._calls < len(self._trial) else self._best
 
     def record_time(self, seconds: float) -> None:
-        """Record the seconds that a piece of work took."""
+        """Record the time of the variant that was used, in seconds per unit of work."""
         if self._calls < len(self._trial):
             self._times[self.choose_way()].append(seconds)
         self._calls += 1
@@ -61,8 +60,10 @@ class Quickest:
 
 
 class PackedModel:
-    """A packed copy of a model. It is packed again when torch counts an in-place change, or on
-    request.
+    """A model with packed copies of its weights.
+
+    They are packed again if torch's version counters show an in-place change, or if `is_stale` is
+    set.
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
@@ -175,8 +176,15 @@ class PackedModel:
         steps: int = 0,
         *drawing: int,
     ) -> Tensor:
-        """Return `count` rows of logits; with `steps`, pass what `whole_model.run` takes after
-        them.
+        """Run the compiled kernel and return logits, `count` x V.
+
+        Args:
+            tokens: one row of COLUMNS per token; with `steps` scratch memory.
+            firsts: index of each task's first row, and the end.
+            table: page table.
+            count: number of rows with logits.
+            steps: decode steps to run; 0 computes logits.
+            drawing: arguments of `whole_model.run` after `steps`.
         """
         self._follow_weights()
         model = self.model
@@ -255,8 +263,9 @@ class PackedModel:
 
 
 def _task_bounds(B: int) -> NDArray[np.int64]:
-    """Return where the rows of each task begin, and the end: equal numbers of similar tasks per
-    thread.
+    """Return the first row of each task, and the end of the last.
+
+    B rows are divided into tasks of similar size, the same number of tasks for each thread.
     """
     threads = torch.get_num_threads()
     ROWS = load_layer_kernels().ROWS

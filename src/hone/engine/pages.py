@@ -1,9 +1,9 @@
 """Page allocation of the KV cache: reference counts, prefix sharing and reuse.
 
-A page holds the keys and values of PAGE consecutive tokens. Full pages are found again by their
-tokens and the page before them, so that requests with the same beginning share them. Unused pages
-are kept until room is needed, the least recently used go first. Pages are never shared between
-adapters or versions of the weights (`forget_prefixes`).
+A page holds the keys and values of PAGE consecutive tokens. A full page is found by its tokens and
+the page before it, so that requests with the same prefix share it. Unused pages are kept until room
+is needed; the least recently used are evicted first. Pages are never shared between adapters or
+versions of the weights (`forget_prefixes`).
 """
 
 from collections import OrderedDict
@@ -15,7 +15,11 @@ Key = tuple[int, tuple[int, ...]]
 
 
 class PagePool:
-    """Pages 1 to pages - 1. Page 0 is a write target that nobody reads."""
+    """Pool of pages with reference counts.
+
+    Pages 1 to `pages` - 1 are allocated. Page 0 takes writes that nobody reads. `size` is the
+    number of tokens per page.
+    """
 
     def __init__(self, pages: int, size: int) -> None:
         self.size = size
@@ -42,8 +46,9 @@ class PagePool:
         return -(-tokens // self.size)
 
     def match_prefix(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
-        """Return cached pages that hold the start of `ids`, without the last token, whose logits
-        are needed.
+        """Return cached pages that hold a prefix of `ids`.
+
+        The last token of `ids` is never in them, since its logits have to be computed.
         """
         pages: list[int] = []
         chain = -adapter
@@ -56,7 +61,7 @@ class PagePool:
         return pages
 
     def idle_among(self, pages: list[int]) -> int:
-        """Return how many of these pages are unused; sharing them reduces the available ones."""
+        """Return how many of these pages have no users; sharing them takes them from the available."""
         return sum(page in self._idle for page in pages)
 
     def take_pages(self, number: int) -> list[int]:

@@ -3,9 +3,10 @@
     stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
                                           └─ as one CUDA graph ───┘
 
-Launching the kernels of a pass takes the host as long as about 4,000 tokens take an H200 (0.6B
-parameters). So on a GPU a pass over whole prompts becomes a graph when its rounded shape occurs for
-the second time. A larger pass's graph stands in until its padding has cost as much as launching.
+A stretch is a range of tokens of one prompt. Launching the kernels of a pass takes the host as long
+as an H200 takes for about 4,000 tokens of a 0.6B model. So on a GPU a pass over whole prompts is
+captured as a graph when its rounded shape occurs for the second time. The graph of a larger pass
+stands in until its padding has cost as much as launching.
 """
 
 from collections.abc import Callable
@@ -33,7 +34,10 @@ Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens start to end of a prompt, computed in one pass; earlier ones are in the cache."""
+    """Tokens `start` to `end` (exclusive) of a prompt, computed in one pass.
+
+    The tokens before `start` are in the cache.
+    """
 
     ids: list[int]
     pages: list[int]
@@ -106,7 +110,10 @@ class Prefill:
         self.captured.capture(shape, forward)
 
     def _choose_graph(self, captured: Captured, shape: "Shape") -> "Shape | None":
-        """Return the shape of the graph to use, exact or larger, or None."""
+        """Return the shape of the graph to use, this one or a larger one, or None for no graph.
+
+        Captures the graph of this shape once that is worthwhile.
+        """
         if shape in captured:
             return shape
         others = captured if captured.stand_in else ()
@@ -155,8 +162,9 @@ class Shape(NamedTuple):
 
 
 class _Inputs:
-    """Input tensors of a captured pass. Padding tokens belong to no prompt and write to a spare
-    page.
+    """Input tensors of a captured pass.
+
+    Padding tokens belong to no prompt and write to a spare page.
     """
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
@@ -194,7 +202,12 @@ class _Inputs:
 def _token_places(
     stretches: list[Stretch], starts: list[int], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return positions and cache cells of the stretches' tokens, end to end."""
+    """Return the position and the cache cell of each token of the stretches, end to end.
+
+    Args:
+        starts: first token to include, for each stretch.
+        size: tokens per page.
+    """
     lengths = np.array([s.end - start for s, start in zip(stretches, starts, strict=True)])
     pages = [s.pages[: -(-s.end // size)] for s in stretches]
     before_T = np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
@@ -209,10 +222,10 @@ def _token_places(
 
 
 class PrefillAttention:
-    """Attention of prompt stretches laid end to end, which writes keys and values to the cache.
+    """Attention of prompt stretches laid end to end; it also writes keys and values to the cache.
 
-    `mix` computes it from q, k and v of the stretches and all cells of a layer (keys and values,
-    cells x K x E).
+    `mix(q, k, v, keys, values)` computes the outputs; `q`, `k` and `v` are those of the stretches,
+    `keys` and `values` all cells of a layer, cells x K x E.
     """
 
     def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:

@@ -48,7 +48,7 @@ class Sequence:
 
     @property
     def prefix_key(self) -> tuple[int, tuple[int, ...]]:
-        """Return the key of the prompt's cache entries: the adapter and the prompt."""
+        """Return what requests with the same prompt have in common: adapter and prompt ids."""
         return self.adapter, tuple(self.request.prompt_ids)
 
     @property

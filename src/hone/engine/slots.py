@@ -31,8 +31,12 @@ PARAMETERS = attrgetter(
 
 
 class Slots:
-    """State of `count` sequences and one spare slot that nobody reads. `pages`: most pages per
-    sequence.
+    """State of `count` sequences and one spare slot that nobody reads.
+
+    Args:
+        capacity: most generated tokens per sequence.
+        pages: most pages per sequence.
+        stops: stop tokens per sequence for which there is room (`widen_stops` makes more).
     """
 
     def __init__(
@@ -88,7 +92,10 @@ class Slots:
             target.index_copy_(0, index, to_device(values, self.device))
 
     def take_snapshot(self) -> "Snapshot":
-        """Start copying the state to the host, as of the work launched so far; no copy on a CPU."""
+        """Start copying the state to the host, as it is after the work launched so far.
+
+        On a CPU nothing is copied.
+        """
         (state,), arrival = started_to_host([self.state])
         return Snapshot(state, arrival)
 
@@ -106,8 +113,9 @@ class Slots:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens `first` to `end` (exclusive) of these slots and their logprobs.
 
-        Reads no further than the snapshot, on a GPU beside running work, since nothing writes there
-        any more. Logprobs have nine digits, which suffice for float32 and halve their text.
+        Only tokens that the snapshot covers are read. Nothing writes to them any more, so on a GPU
+        they are copied while other work runs. Logprobs are rounded to nine digits, which suffice
+        for float32 and halve the length of their text.
         """
         wanted = slice(first, end)
         if self.reader is None:
@@ -143,8 +151,9 @@ class Snapshot(NamedTuple):
 
 
 def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Return the doubles of nine decimal digits nearest to these numbers; as float32 they are
-    equal.
+    """Round float32 numbers to nine decimal digits, as float64.
+
+    Converted back to float32 they are equal to the given numbers.
     """
     exact = x.astype(np.float64)
     size = np.abs(exact)

@@ -24,8 +24,9 @@ FILTERED_OUT = -1e30  # finite, since compiled loops assume that there are no in
 
 
 def uniform_numbers(seeds: Tensor, counters: Tensor) -> Tensor:
-    """Return uniform float64 numbers in [0, 1): splitmix64 (Steele et al. 2014) of int64 seeds and
-    counters.
+    """Return uniform float64 numbers in [0, 1) for int64 seeds and counters.
+
+    The generator is splitmix64 (Steele et al. 2014).
     """
     bits = _mix_bits(_mix_bits(seeds) + (counters + 1) * _GOLDEN)
     return _shift_right(bits, 11).double() * 2.0**-53
@@ -52,12 +53,17 @@ def draw_tokens(
 ) -> None:
     """Draw a token for every active slot that is not done; store it and its logprob in the slot.
 
-    Temperature 0 (below 1e-5, where logits / T overflows) takes the most likely token. Otherwise it
-    is the first whose cumulative probability exceeds the uniform number, among tokens whose logit
-    is at least the threshold. The logprob is that of `plain_BV` at the slot's logprob temperature.
+    At temperature 0 (below 1e-5, where logits / T overflows) the most likely token is drawn.
+    Otherwise it is the first token whose cumulative probability exceeds the uniform number, among
+    the tokens whose logit is at least the threshold.
 
     Args:
-        advance: True if the step stored the last token's keys.
+        logits_BV: logits to draw from, with penalties and bias.
+        plain_BV: logits of the model, for the logprob at the slot's logprob temperature.
+        threshold_B: smallest logit of each row that may be drawn; None: any.
+        slots: state of the sequences.
+        active_B: slot of each row.
+        advance: True if this step stored the keys of the token before.
     """
     slot = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
     if logits_BV.is_cuda and gpu.IS_AVAILABLE:
@@ -97,7 +103,11 @@ def draw_tokens(
 def note_ordered_logprobs(
     plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor
 ) -> None:
-    """Store the logprob, as training computes it, of the token that each slot has just drawn."""
+    """Replace the logprob of each slot's newest token by the one that training computes.
+
+    `before_B` is the number of tokens before the draw; slots without a new token are left
+    unchanged.
+    """
     from hone.kernels.gpu import training_kernels
 
     last_B = slots.state[active_B, column.LAST]
@@ -157,11 +167,11 @@ def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> 
 
 
 def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
-    """Return each row's smallest logit that top-k, then top-p of the rest, and min-p keep.
+    """Return the smallest logit of each row that passes top-k, top-p and min-p.
 
-    top-p keeps the likeliest tokens until their probability reaches it (Holtzman et al. 2020);
-    min-p keeps those with at least that share of the likeliest one's probability (Nguyen et al.
-    2024).
+    top-p applies to what top-k keeps, and keeps the likeliest tokens until their probability
+    reaches it (Holtzman et al. 2020). min-p keeps tokens with at least that share of the likeliest
+    token's probability (Nguyen et al. 2024).
     """
     V = logits_BV.shape[1]
     temperature_B1 = parameters[:, column.TEMPERATURE, None]
@@ -184,8 +194,9 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
 
 
 class TokenSampler:
-    """Draw tokens for slots and keep what penalties need. `kind` says how much a step's requests
-    use.
+    """Draw tokens for slots, and keep the counts that penalties need.
+
+    The kind of a batch (PLAIN, NOTED, FILTERED or PENALISED) says which features its requests use.
     """
 
     PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but logits are wanted
@@ -209,7 +220,7 @@ class TokenSampler:
         return cls.NOTED if any(s.top_logprobs for s in samplings) else cls.PLAIN
 
     def fill_parameters(self, sequences: list[Sequence]) -> None:
-        """Set the parameters of these sequences before their first draw."""
+        """Set penalty counts, bias and allowed tokens of sequences before their first draw."""
         penalised = [
             s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None
         ]
@@ -266,7 +277,7 @@ class TokenSampler:
     def sample_hidden(
         self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool
     ) -> None:
-        """Sample kind PLAIN from hidden states on a GPU, without logits in memory."""
+        """Draw tokens of kind PLAIN from hidden states on a GPU, without storing logits."""
         from hone.kernels.gpu import sampling
 
         slots = self.slots
@@ -301,7 +312,7 @@ class TokenSampler:
     def likeliest_tokens(
         self, logits_BV: Tensor, active_B: Tensor, number: int
     ) -> list[list[tuple[int, float]]]:
-        """Return the likeliest tokens of each row and their logprobs."""
+        """Return the `number` likeliest tokens of each row with their logprobs."""
         temperature = self.slots.parameters[active_B, column.LOGPROB_TEMPERATURE]
         top = torch.log_softmax(logits_BV.float() / temperature[:, None], dim=-1).topk(
             number, dim=-1

@@ -1,5 +1,7 @@
-"""Warm-up of an engine: compile kernels (`gpu/compiling.py`) and capture graphs before the first
-request.
+"""Warm up an engine before its first request: compile kernels and capture graphs.
+
+Inside `together()` (`kernels/gpu/compiling.py`), `compile_kernels` compiles several kernels at
+once.
 """
 
 import torch
@@ -20,8 +22,9 @@ SHORT_PROMPT_TOKENS = 16  # tokens per prompt for which such a graph has room
 
 @torch.no_grad()
 def compile_kernels(engine: Engine, sequences: int) -> None:
-    """Run plain requests through an idle engine to compile its kernels. Does nothing without GPU
-    kernels.
+    """Compile the kernels of an idle engine by running plain requests through it.
+
+    `sequences` is the largest number that will decode at once. Does nothing without GPU kernels.
     """
     graphs = engine.graphs
     slots = engine.slots

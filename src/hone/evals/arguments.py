@@ -215,9 +215,10 @@ def _add_result_options(add: Callable[..., Any]) -> None:
 
 
 def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
-    """Return the evaluations to run: one, or those of a TOML file, whose keys win over flags.
+    """Return the evaluations to run: one from the flags, or those of a TOML file.
 
-    Raises ValueError for unknown keys.
+    Keys of the file win over flags. Raises ValueError for a missing or invalid file and unknown
+    keys.
     """
     if not args.env.endswith(".toml"):
         return [args]
@@ -267,14 +268,17 @@ def _check_keys(path: Path, keys: dict[str, Any]) -> None:
 
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a request, with those under extra_body (as OpenAI's client has them) lifted."""
+    """Return request fields with those under `extra_body` moved to the top level.
+
+    OpenAI's client takes fields of other servers under `extra_body`.
+    """
     return {key: value for key, value in given.items() if key != "extra_body"} | (
         given.get("extra_body") or {}
     )
 
 
 def with_template(fields: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return fields of a request with these arguments of the chat template."""
+    """Return request fields with these arguments of the chat template added."""
     return (
         fields | {"chat_template_kwargs": {**fields.get("chat_template_kwargs", {}), **arguments}}
         if arguments

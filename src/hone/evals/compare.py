@@ -41,7 +41,10 @@ def compare_results(a: Path, b: Path) -> int:
 
 
 def by_example(path: Path) -> dict[str, dict[str, float]]:
-    """Return for each metric the mean per example over rollouts that did not fail."""
+    """Return {metric: {example: mean over its rollouts that did not fail}} of a result folder.
+
+    Raises ValueError if all rollouts failed.
+    """
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for row in Folder.open(path).read_rows():
         if not row["error"]:

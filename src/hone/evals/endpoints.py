@@ -1,7 +1,7 @@
 """Endpoint registries: names for servers, as Python (`ENDPOINTS = {…}`) or TOML.
 
-An entry has "model" and either "url" and "key" (the name of a variable) or "base_url" and "api_key"
-(the key).
+An entry has "model" and either "url" and "key" (name of the environment variable with the key) or
+"base_url" and "api_key" (the key itself).
 """
 
 import os
@@ -23,7 +23,10 @@ class Endpoint:
 
 
 def find_endpoint(model: str, base_url: str | None, key_variable: str, registry: str) -> Endpoint:
-    """Return the endpoint: `base_url` if given, else the registry's entry for `model` or "default"."""
+    """Return the endpoint: `base_url` if given, else the registry's `model` or "default" entry.
+
+    Raises ValueError if there is none.
+    """
     if base_url is not None:
         return Endpoint(base_url, model, os.environ.get(key_variable) or own_key(base_url))
     entries = _read_endpoints(Path(registry))

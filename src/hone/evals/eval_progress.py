@@ -15,8 +15,9 @@ LINE_SECONDS = 30.0  # seconds between lines
 
 
 class Progress:
-    """Context manager that shows progress and writes rollouts to the folder, if any, as they
-    finish.
+    """Context manager that shows progress and saves rollouts as they finish.
+
+    Without a `folder` they are not saved.
     """
 
     def __init__(self, name: str, count: int, folder: Folder | None) -> None:

@@ -13,7 +13,7 @@ CACHE_GIB = 4.0  # of keys and values, beside what training uses
 
 
 class Evaluation:
-    """Evaluate a model with an engine that is kept while the same model is passed."""
+    """Evaluate a model with an engine that is reused while the model is the same object."""
 
     def __init__(self, config: EvalConfig, seed: int) -> None:
         self.config = config
@@ -23,7 +23,7 @@ class Evaluation:
         self._engine: Engine
 
     def __call__(self, model: Transformer, tokenizer: Tokenizer, step: int) -> dict[str, float]:
-        """Evaluate. Call it on the compute thread."""
+        """Return mean rewards and metrics, as eval/ENV/NAME. Call it on the compute thread."""
         if self._sampled is None or self._sampled.trained is not model:
             self._sampled = Merged(model)
             self._engine = Engine(self._sampled.model, kv_cache_gib=CACHE_GIB)

@@ -1,5 +1,4 @@
-"""Start a server for the duration of an evaluation, if none is given and the model can be loaded
-here.
+"""Start a server for one evaluation, if none is given and the model can be loaded here.
 
 MODEL, or an adapter's directory ─► `inference` process on a free local port ─► Endpoint; it ends with this process
 """
@@ -40,10 +39,11 @@ def endpoint_for(
     registry: str,
     chat_template: str | None = None,
 ) -> Iterator[Endpoint]:
-    """Yield the given or named server, or start one for a model that can be loaded here.
+    """Context manager: the server that is given or named, or a new one for the model.
 
-    The default local server is used if it serves the model, unless a `chat_template` is given,
-    which needs a server of its own. Raises ValueError if there is none.
+    For a model that can be loaded here, the registry's default endpoint is used only if it serves
+    the model and no `chat_template` is given; otherwise a server is started. Raises ValueError if
+    there is no server and none can be started, or if `chat_template` is given for another server.
     """
     found = None
     path = Path(model).expanduser()
@@ -96,7 +96,7 @@ def _is_serving(endpoint: Endpoint) -> bool:
 
 @contextlib.contextmanager
 def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoint]:
-    """Serve a model, or an adapter together with its base model.
+    """Context manager: a server process for a model, or for an adapter and its base model.
 
     Raises ValueError with the server's message if it does not start.
     """

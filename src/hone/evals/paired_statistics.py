@@ -11,7 +11,7 @@ SIGMAS = 1.96  # of a 95 % interval
 
 
 def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
-    """Return the standard error of a mean whose values depend on each other within a cluster.
+    """Return the standard error of a mean of values that are correlated within clusters.
 
     sqrt(G / (G - 1) * sum over the G clusters of (sum of residuals)²) / N; NaN for one cluster
     (Miller 2024, eq. 4).
@@ -27,9 +27,10 @@ def clustered_error(values: ArrayLike, clusters: ArrayLike) -> float:
 
 
 def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
-    """Return the mean over examples of 1 - C(n - c, k) / C(n, k) (Chen et al. 2021).
+    """Return pass@k, the estimated probability that at least one of k rollouts succeeds.
 
-    This estimates the probability that at least one of k rollouts succeeds.
+    It is the mean over examples of 1 - C(n - c, k) / C(n, k) for c successes in n rollouts (Chen et
+    al. 2021). Examples with fewer than k rollouts are left out; NaN if none is left.
     """
     found = []
     for rollouts in successes:
@@ -42,8 +43,15 @@ def pass_at_k(successes: Sequence[Sequence[bool]], k: int) -> float:
 
 @dataclass(frozen=True)
 class Difference:
-    """Difference B - A paired by example: mean, standard error, two-sided p, examples better and
-    worse.
+    """Difference B - A of two evaluations, paired by example.
+
+    Attributes:
+        mean: mean difference.
+        error: standard error of the mean.
+        p: two-sided p-value.
+        better: number of examples on which B is better.
+        worse: number of examples on which B is worse.
+        count: number of examples.
     """
 
     mean: float
@@ -55,7 +63,10 @@ class Difference:
 
 
 def paired_difference(a: dict[str, float], b: dict[str, float]) -> Difference:
-    """Compare the examples that both have. Raises ValueError if there are none."""
+    """Compare two evaluations, given as value by example, on the examples that both have.
+
+    Raises ValueError if there are none.
+    """
     both = sorted(a.keys() & b.keys())
     if not both:
         raise ValueError("the two evaluations have no example in common")

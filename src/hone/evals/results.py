@@ -1,5 +1,6 @@
-"""Result folders outputs/evals/ENV--MODEL/ID/{results.jsonl, metadata.json}, also read to resume or
-compare.
+"""Result folders of evaluations, which are also read to resume or compare.
+
+outputs/evals/ENV--MODEL/ID/{results.jsonl, metadata.json}
 """
 
 import json
@@ -76,7 +77,7 @@ class Folder:
         return json.dumps(row, ensure_ascii=False, default=str) + "\n"
 
     def rewrite_rollouts(self, rollouts: list[Rollout]) -> None:
-        """Write all rollouts in order."""
+        """Replace the results by these rollouts, which are numbered in order."""
         whole = "".join(
             self._format_line(number, rollout) for number, rollout in enumerate(rollouts)
         )
@@ -95,7 +96,10 @@ class Folder:
         return found
 
     def read_known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
-        """Return finished rollouts by number. Raises ValueError if the settings differ."""
+        """Return the finished rollouts by number, without those that failed.
+
+        Raises ValueError if the settings differ.
+        """
         for key in SAME:
             if self.settings.get(key) != settings[key]:
                 raise ValueError(

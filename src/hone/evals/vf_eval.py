@@ -127,7 +127,7 @@ def _save_results(
     rollouts: list[Rollout],
     folder: Folder | None,
 ) -> None:
-    """Print the results, and write the folder and the page that are wanted."""
+    """Print the results; write the result folder and the HTML page if they are requested."""
     if folder is not None:
         folder.rewrite_rollouts(rollouts)
         folder.write_about(settings)
@@ -147,7 +147,10 @@ def _save_results(
 def choose_folder(
     args: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[Folder | None, dict[int, Rollout]]:
-    """Return the results folder, if any, and the rollouts known from it."""
+    """Return the result folder, None if nothing is saved, and its finished rollouts.
+
+    Raises ValueError if there is nothing to resume.
+    """
     if args.resume is None:
         return (Folder.create(settings, args.token_ids) if args.save_results else None), {}
     folder = Folder.open(Path(args.resume)) if args.resume else find_unfinished(settings)
@@ -209,8 +212,14 @@ async def collect_rollouts(
 
 
 def summarize_rollouts(rollouts: list[Rollout], n: int, passed: float) -> dict[str, Any]:
-    """Return means, clustered standard errors, pass@k and stop reasons of rollouts that did not
-    fail.
+    """Return means, clustered standard errors, pass@k and stop reasons of an evaluation.
+
+    Failed rollouts are counted, and left out of everything else.
+
+    Args:
+        rollouts: all rollouts, grouped by example.
+        n: rollouts per example.
+        passed: reward from which a rollout counts as a success.
     """
     scored = [r for r in rollouts if not r.error]
     reward: dict[str, Any] = {"reward": None, "reward_std": None, "reward_error": None}
@@ -245,7 +254,7 @@ def _summarize_metrics(scored: list[Rollout]) -> dict[str, dict[str, float]]:
 
 
 def _pass_rates(rollouts: list[Rollout], n: int, passed: float) -> dict[str, float]:
-    """Return pass@k for powers of 2 up to n."""
+    """Return pass@k for powers of 2 up to n, from rollouts that did not fail."""
     groups = [rollouts[i : i + n] for i in range(0, len(rollouts), n)]
     successes = [[r.reward >= passed for r in group if not r.error] for group in groups]
     ks = [k for k in (1, 2, 4, 8, 16, 32, 64, 128) if k <= n]
