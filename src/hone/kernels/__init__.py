@@ -1,3 +1,4 @@
-"""Fused operations with hand-written gradients, tested against plain torch (`tests/twins.py`,
-`*_reference`).
+"""Fused operations with hand-written gradients; tests compare each with plain torch.
+
+The plain versions are the functions `*_reference` and those of `tests/twins.py`.
 """

@@ -1,10 +1,10 @@
-"""One AdamW step (Loshchilov & Hutter 2019) on one weight, with moments optionally in bfloat16.
+"""One AdamW step (Loshchilov & Hutter 2019), with moments optionally in bfloat16.
 
     gradient, moments, fp32 master ─► moments, master, and the weight in its own type
 
-A second moment changes by a thousandth of itself per step, less than bfloat16 resolves: rounded to
-nearest it would not move. It is rounded stochastically instead, which is correct on average. A seed
-repeats the draws.
+A second moment changes by about a thousandth of its value per step, which is less than bfloat16
+resolves: rounded to nearest, it would not move. Moments in bfloat16 are therefore rounded
+stochastically, which is correct on average. The same seed gives the same rounding.
 """
 
 import math
@@ -19,8 +19,12 @@ from hone.kernels.pinned_memory import brought
 
 @dataclass(frozen=True)
 class Change:
-    """A step's parameters for all weights: gradient `scale` (clipping), learning rate, step number
-    from 1.
+    """Parameters of one optimizer step, common to all weights.
+
+    Attributes:
+        scale: factor of the gradients, from clipping.
+        lr: learning rate.
+        step: number of the step, from 1.
     """
 
     scale: float
@@ -31,7 +35,7 @@ class Change:
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """Divisors of the first moment and of the root of the second."""
+        """Bias corrections: divisors of the first moment and of the second's square root."""
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 
@@ -44,11 +48,14 @@ def takes(tensor: Tensor) -> bool:
 
 
 class AdamW:
-    """In-place AdamW over weights, fp32 masters (the same memory for fp32 weights), and both
-    moments.
+    """In-place AdamW over weights, fp32 masters and both moments.
 
-    Tensors must stay at their addresses. All but the weights may be on another device. `decays` is
-    the weight decay of each weight.
+    Tensors must stay at their addresses. All but the weights may be on another device.
+
+    Args:
+        tensors: four lists with one tensor per weight: weights, masters (the same memory for fp32
+            weights), first moments, second moments.
+        decays: weight decay of each weight.
     """
 
     def __init__(self, tensors: list[list[Tensor]], decays: list[float]) -> None:
@@ -70,7 +77,7 @@ class AdamW:
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
     def rehearse(self) -> None:
-        """Run a step of few numbers to compile the kernel, for gradients in their type and in fp32."""
+        """Compile the kernel by a dummy step, for gradients in the weights' dtype and fp32."""
         if self.table is not None:
             device = self.tensors[0][0].device
             count = self.table.fewest

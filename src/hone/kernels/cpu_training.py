@@ -2,8 +2,8 @@
 
     x ─ add, norm, qkv, heads, attention ─► mixed ─ out, add, norm, gate_up, swiglu, down ─►        mix, feed
 
-Results have the bits of the separate operations, which for a small model take less time than the
-Python between them. Implemented in `kernels/cpu/block.py`.
+Results have the same bits as the separate operations. For a small model those take less time than
+the Python code between them. Implemented in `kernels/cpu/block.py`.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def mix(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta, and the attention output of its norm, T x (H * E)."""
+    """Return x + delta, and the attention output of the normalized sum, T x (H * E)."""
     inputs = (
         x_TD,
         delta_TD,
@@ -54,7 +54,7 @@ def feed(
     down_DF: Tensor,
     eps: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + out(mixed), and the feed-forward output of its norm."""
+    """Return x + out(mixed), and the feed-forward output of the normalized sum, T x D each."""
     total, delta = _Feed.apply(x_TD, mixed_TA, out_DA, norm_D, gate_up_GD, down_DF, eps)  # type: ignore[no-untyped-call]
     return total, delta
 

@@ -1,4 +1,4 @@
-"""CUDA graphs by key; the graphs of one collection share a memory pool."""
+"""Capture and replay CUDA graphs by key; the graphs of a collection share a memory pool."""
 
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator
@@ -8,11 +8,11 @@ import torch
 
 
 class Captured:
-    """A collection of graphs that run one after the other; a graph's result is valid until the next
-    runs.
+    """Collection of CUDA graphs that run one after the other.
 
-    With `stand_in`, graphs of larger work do smaller work until a graph of its own would pay off.
-    The last bits of a result then depend on what was captured before.
+    A graph's result is valid until the next graph runs. With `stand_in`, larger graphs do smaller
+    work until a graph for that work would pay off. The last bits of a result then depend on what
+    was captured before.
     """
 
     def __init__(self, stand_in: bool = False) -> None:
@@ -29,10 +29,9 @@ class Captured:
         return iter(self.graphs)
 
     def may_stand_in(self, key: Hashable, spare: float, pays: float) -> bool:
-        """Return True if a larger graph, with `spare` wasted work, may do the work of `key` once
-        more.
+        """Return True if a larger graph, wasting `spare`, may do the work of `key` once more.
 
-        It may while the total waste is less than the cost `pays` of a capture.
+        It may while the total waste for `key` is less than `pays`, the cost of a capture.
         """
         if self.stand_in:
             self._spare[key] += spare

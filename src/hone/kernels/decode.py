@@ -1,4 +1,7 @@
-"""Decode attention: one token per sequence over the pages of the cache, updated first."""
+"""Decode attention: one new token per sequence over the pages of the KV cache.
+
+The keys and values of the new token are stored in the cache first.
+"""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,10 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """The decoding sequences: their rows of `state` (`row_state.py`) and of the page table.
+    """Sequences that decode, by their rows of the state matrix and of the page table.
 
-    Position p of a sequence is cell p % PAGE of page table[row, p // PAGE]. `shared`, `divided` and
-    `is_long` are for the GPU (`gpu/decode.py`).
+    Attributes:
+        active_B: int64, the row of each sequence.
+        state: see `row_state.py`.
+        table: position p of a sequence is cell p % PAGE of page table[row, p // PAGE].
+        shared, divided, is_long: for the GPU (`gpu/decode.py`).
     """
 
     active_B: Tensor

@@ -1,5 +1,7 @@
-"""Tables of stretches of tensors' words, from which every device computes fingerprints
-(`fingerprints.py`).
+"""Tables of the memory stretches from which every device computes fingerprints.
+
+A stretch is up to WORDS consecutive words of one tensor; a word has the size of the tensor's
+elements (`fingerprints.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -25,15 +27,18 @@ class FingerprintTable(ABC):
         """Discard partial sums."""
 
     def add(self, numbers: tuple[int, ...]) -> None:  # noqa: B027
-        """Mark tensors as ready, once before `sums`; an asynchronous device begins to sum them."""
+        """Mark the tensors with these numbers as final; a GPU then begins to sum them.
+
+        Call it at most once per tensor before `sums`.
+        """
 
     @abstractmethod
     def sums(self) -> Tensor:
-        """Return the result of `fingerprints.sums_reference`, as int64 on the device."""
+        """Return the sum of each tensor, as `fingerprints.sums_reference` does, on the device."""
 
 
 def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
-    """Return a row for each stretch of the tensors with these numbers."""
+    """Return one row (ADDRESS … TENSOR) per stretch of the tensors with these numbers."""
     rows = [np.empty((0, COLUMNS), dtype=np.int64)]
     for number in numbers:
         one = words[number]

@@ -1,9 +1,13 @@
-"""64-bit fingerprints of tensors, equal on every device, that any single changed bit changes.
+"""64-bit fingerprints of tensors: equal on every device, and changed by any single changed bit.
+
+A tensor is read as words of its element size, in stretches of 2^18 words. Each word is multiplied
+by an odd number that depends on its place in the stretch, and the products are summed. Each
+stretch's sum is multiplied by a power of a constant, and the results are summed.
 
     words of an element's size ─ stretches of 2^18 ─► each word times an odd number of its place, summed ─► stretches,
     each times a power of another number, summed ─► 64 bits
 
-Integers wrap, so that the order of the sums does not matter.
+Integers wrap, so the order of the sums does not matter.
 """
 
 from collections.abc import Sequence
@@ -18,15 +22,16 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Fingerprints:
-    """Fingerprints of tensors at fixed addresses whose values change."""
+    """Fingerprints of tensors that stay at their addresses while their values change."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.words = [one.view(-1).view(INTEGERS[one.element_size()]) for one in tensors]
         self.table = _table(self.words)
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Begin the fingerprints of these tensors, whose values must not change until the next
-        call.
+        """Begin to compute the fingerprints of the tensors with these numbers.
+
+        Their values must not change before the next call of this object. Only a GPU computes ahead.
         """
         if self.table is not None:
             self.table.add(tuple(numbers))
@@ -37,13 +42,13 @@ class Fingerprints:
             self.table.forget()
 
     def __call__(self) -> list[int]:
-        """Return one number from 0 to 2^64 - 1 per tensor, in order, with one synchronization."""
+        """Return each tensor's fingerprint, 0 to 2^64 - 1; synchronizes the device once."""
         sums = self.table.sums() if self.table is not None else sums_reference(self.words)
         return [value % 2**64 for value in sums.tolist()]
 
 
 def _table(words: Sequence[Tensor]) -> FingerprintTable | None:
-    """Return the table for these tensors, or None where plain torch computes."""
+    """Return a table for these words, or None if no kernel supports them."""
     if (
         gpu.IS_AVAILABLE
         and words
@@ -69,7 +74,7 @@ def rehearse(weight: Tensor) -> None:
 
 
 def sums_reference(words: Sequence[Tensor]) -> Tensor:
-    """Return the sums of one-dimensional integer tensors by plain torch, as int64."""
+    """Compute the fingerprint sums of 1-D integer tensors with plain torch, as int64."""
     device = words[0].device if words else torch.device("cpu")
     factors = (torch.arange(WORDS, device=device) * ODD) | 1
     found = torch.zeros(len(words), dtype=torch.int64, device=device)

@@ -1,9 +1,8 @@
-"""Causal attention over the flat token axis on the CPU, without padding or gathering
-(`cpu/attention.py`).
+"""Causal attention over the flat token axis on the CPU (`cpu/attention.py`).
 
-A sequence is (start, length, prefix start, prefix length); each token sees the prefix and its
-sequence up to itself. Sequences that share a prefix, and the prefix itself, are adjacent and form a
-group.
+It needs no padding and no gathering. A sequence is a row (start, length, prefix start, prefix
+length); each token sees the prefix, and its own sequence up to itself. A prefix and the sequences
+that share it are adjacent and form a group.
 """
 
 from dataclasses import dataclass
@@ -18,14 +17,19 @@ from hone.kernels import cpu
 
 @dataclass
 class Sequences:
-    """`rows` S x 4 as above; group g has rows groups[g] … groups[g + 1]."""
+    """Sequences on the flat token axis, and the groups that share a prefix.
+
+    Attributes:
+        rows: int64, S x 4: start, length, prefix start, prefix length.
+        groups: int64, G + 1; group g has the rows groups[g] to groups[g + 1] - 1.
+    """
 
     rows: NDArray[np.int64]
     groups: NDArray[np.int64]
 
 
 def takes(q_THE: Tensor) -> bool:
-    """Return True if the compiled loops support this: fp32 on a CPU, a head size in whole vectors."""
+    """Return True if the compiled loops support q: fp32 on a CPU, head size a multiple of 16."""
     return cpu.takes(q_THE) and takes_heads(q_THE.shape[-1])
 
 
@@ -58,7 +62,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Return the address of each tensor, and its floats from token to token."""
+    """Return each tensor's address and its floats from token to token, in one flat list."""
     return [value for x in tensors for value in (x.data_ptr(), x.stride(0))]
 
 

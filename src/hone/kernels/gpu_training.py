@@ -33,8 +33,10 @@ def norm_linear(
     b_OR: Tensor | None = None,
     whole_OD: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta, and the projection of its norm, T x O, by weight + b a (given as `whole`)
-    or weight.
+    """Return x + delta, and the projection of the normalized sum, T x O.
+
+    The projection is by weight, or by weight + b a if the low-rank factors are given. `whole` is
+    this sum, for one product instead of three.
     """
     total, out = _NormLinear.apply(
         x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD
@@ -79,11 +81,11 @@ def heads_attention(
     eps: float,
     H: int,
 ) -> Tensor:
-    """Return causal attention of a fused projection, N = H + 2K heads, over sequences with
-    prefixes.
+    """Return causal attention of a fused projection over sequences with prefixes.
 
-    Queries and keys are normalized if there are scales, and rotated by cos and sin, P x E, of their
-    positions. `tiles` are those of the sequences (`kernels/gpu/attention.py`).
+    The projection has N = H + 2K heads. Queries and keys are normalized if there are scales, and
+    rotated by cos and sin, P x E, at their positions. `tiles` are those of the sequences
+    (`kernels/gpu/attention.py`).
     """
     inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, tiles, eps, H)
     out: Tensor = _HeadsAttention.apply(*inputs)  # type: ignore[no-untyped-call]
@@ -91,9 +93,10 @@ def heads_attention(
 
 
 class _LowRankLinear:
-    """W x + b (+ B A x) inside a step; its input is discarded and recomputed for weight gradients.
+    """Linear layer W x + b (+ B A x) inside a fused step.
 
-    `whole`: W + B A, which gives the result in one product.
+    Its input is not kept, but recomputed for the weights' gradients. `whole`: W + B A, which gives
+    the result in one product.
     """
 
     def __init__(
@@ -137,7 +140,7 @@ class _LowRankLinear:
         h: Tensor | None,
         of_h: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of W, b, A and B that are needed."""
+        """Return the gradients of W, b, A and B, None for those that are not needed."""
         if h is None and self.a is not None and needs[3] and x is not None:
             h = x @ self.a.t()
         return (

@@ -6,8 +6,8 @@
                      └───────── recomputed ─► softmax ─► gradients ◄─┘  backward                     (head_logprobs)
 
 The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. If the
-loss of a chunk does not depend on the others its gradients are computed with its logits; else
-logits are computed twice.
+loss of a chunk does not depend on other chunks, its gradients are computed together with its
+logits. Otherwise logits are computed twice.
 """
 
 from collections.abc import Callable
@@ -31,10 +31,9 @@ def head_logprobs(
     temperature_N: Tensor,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each target under softmax(hidden W^T / T), and the entropy, fp32, in
-    nats.
+    """Return targets' logprobs under softmax(hidden W^T / T), and entropies; fp32, in nats.
 
-    The entropy has a gradient if requested.
+    The entropy has a gradient only with `entropy_gradient`.
     """
     if _keeps_logits(hidden_ND, weight_VD) and not entropy_gradient:
         return target_logprobs(linear(hidden_ND, weight_VD), targets_N, temperature_N)
@@ -55,7 +54,7 @@ def head_loss(
     loss: Loss,
     entropy_gradient: bool = False,
 ) -> Tensor:
-    """Return the sum of `loss`, called once per slice of the targets.
+    """Return the sum of `loss(part, logprobs, entropies)` over slices of the targets.
 
     The loss must itself be a sum over targets, so that the result does not depend on the slices.
     """
@@ -103,7 +102,7 @@ class _Chunk:
     def add_gradients(
         self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
     ) -> None:
-        """Write the hidden states' gradients, add the weight's; the logits are overwritten."""
+        """Write the hidden states' gradients and add the weight's; overwrite the logits."""
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
 

@@ -1,7 +1,7 @@
-"""y = x W^T + b with gradients: on CPU by the compiled products if faster, on GPU in one order if
-requested.
+"""y = x W^T + b with gradients, by torch's products or Hone's.
 
-See `cpu/products.py` and `numerics.py`.
+On a CPU the compiled products are used where they are faster (`cpu/products.py`). On a GPU with
+exact numerics, products sum in one fixed order (`numerics.py`).
 """
 
 import torch
@@ -43,8 +43,9 @@ def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return T x O, or for few tokens on a GPU parts S x T x O to be summed, to occupy the whole
-    chip.
+    """Return the projection, T x O, or parts S x T x O of it that the caller must sum.
+
+    Parts let a product of few tokens occupy the whole GPU.
     """
     splits, width = gpu.splits(x_TI, weight_OI)
     if splits == 1 or is_ordered(x_TI):
@@ -57,7 +58,10 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 def few_linear(
     normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
 ) -> Tensor:
-    """Return the projection of a norm, T x O, with `is_swiglu` silu(g) * u of it. For few rows."""
+    """Project a normalized x to T x O; with `is_swiglu`, return silu(gate) * up of it.
+
+    Only for inputs that `gpu.is_few` accepts.
+    """
     from hone.kernels.gpu import few_row_products
 
     return few_row_products.few(normed, weight_OI, bias_O, is_swiglu)
@@ -71,8 +75,9 @@ def few_linear_onto(
     norm_O: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, gpu.Scaled | None]:
-    """Return stream + x W^T + b, and its norm if a norm's weight is given. For few rows
-    (`gpu.is_few`).
+    """Return stream + x W^T + b, and its norm (`Scaled`) if a norm's weight is given.
+
+    Only for inputs that `gpu.is_few` accepts.
     """
     from hone.kernels.gpu import few_row_products
 
@@ -80,8 +85,9 @@ def few_linear_onto(
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits T x V in at least fp32; half-precision products keep their fp32 sums. No
-    gradient.
+    """Return logits T x V in at least fp32, without gradient.
+
+    Half-precision products keep their fp32 sums.
     """
     if is_ordered(hidden_TD):
         return ordered(hidden_TD, weight_VD, torch.float32)
@@ -92,8 +98,9 @@ def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
 
 
 def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Do the work of `linear` in half precision on a GPU, inside a step that computes its own
-    gradients.
+    """Compute `linear` in half precision on a GPU, without autograd.
+
+    For fused steps that compute their own gradients.
     """
     if not is_ordered(x_TI):
         return F.linear(x_TI, weight_OI, bias_O)
@@ -102,7 +109,7 @@ def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 
 def is_ordered(x_TI: Tensor) -> bool:
-    """Return True if this product uses the one order that was requested."""
+    """Return True if exact numerics require that this product sums in one fixed order."""
     return (
         numerics.keeps_order("products")
         and gpu.IS_AVAILABLE
@@ -112,8 +119,9 @@ def is_ordered(x_TI: Tensor) -> bool:
 
 
 def ordered(x_TI: Tensor, weight_OI: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T with each number summed in one piece, as torch does if the result fills the
-    chip.
+    """Return x W^T, with each number summed in one piece from first to last.
+
+    torch does this if the result fills the GPU; smaller results use Hone's kernel.
     """
     rows = len(x_TI)
     if rows * len(weight_OI) >= WAVE * gpu.processors() or x_TI.shape[1] % 16:

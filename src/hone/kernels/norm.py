@@ -10,9 +10,9 @@ from hone.kernels import cpu, gpu
 def add_norm(
     x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Return x + delta, the new residual stream, and its norm. Without a delta the sum is x itself.
+    """Return x + delta, the new residual stream, and its RMS norm.
 
-    delta is T x D, or parts S x T x D of it.
+    Without a delta the sum is x itself. delta: T x D, or parts S x T x D of it.
     """
     if gpu.takes(x_TD):
         from hone.kernels.gpu import row_kernels

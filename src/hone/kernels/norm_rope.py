@@ -1,7 +1,8 @@
 """Queries and keys in one operation: head-wise RMS norm (Qwen3), then rotary positions.
 
-y = x / rms(x) * scale,   out = y * cos + swap(y) * sin       swap exchanges the halves; sin has -,
-+ signs
+    y = x / rms(x) * scale,   out = y * cos + swap(y) * sin
+
+swap exchanges the halves of a head; the first half of sin is negated.
 """
 
 import torch
@@ -20,11 +21,10 @@ def norm_rope(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q T x H x E, k and v T x K x E of a fused projection (N = H + 2K heads); v is
-    unchanged.
+    """Return q T x H x E, k and v T x K x E of a fused projection with N = H + 2K heads.
 
-    q and k are normalized over E and scaled, if there are scales, and rotated to their positions.
-    `sin`'s first half is negated.
+    q and k are normalized over E and scaled, if there are scales, and rotated to their positions; v
+    is unchanged. `sin`'s first half is negated.
     """
     K = (qkv_TNE.shape[1] - H) // 2
     if q_scale_E is None or k_scale_E is None:

@@ -1,10 +1,10 @@
-"""Process-wide setting: may a token's numbers depend on what is computed with it?
+"""Process-wide choice of numerics: fast, or exact (the same bits in every batch).
 
     fast     the fastest for the batch size: split inner dimensions, tiles by length, fused draws
     exact    one order everywhere, so that sampler and trainer have the same bits
 
-For GPU kernels. Products whose result fills the chip are torch's, which then sums each number in
-one piece, from first to last; smaller ones use a kernel that does the same
+This applies to GPU kernels. Products whose result fills the chip are torch's, which then sums each
+number in one piece, from first to last; smaller ones use a kernel that does the same
 (`benchmarks/kernels/order.py`).
 """
 
@@ -13,15 +13,18 @@ _kept: frozenset[str] = frozenset()
 
 
 def use(name: str, but: str = "") -> None:
-    """Select numerics. `name`: exact or fast. `but`: a part that stays fast, for tests of its
-    detection.
+    """Select fast or exact numerics for this process.
+
+    Args:
+        name: "exact" or "fast".
+        but: one of PARTS that stays fast, to test that the difference is detected.
     """
     global _kept
     _kept = PARTS - {but} if name == "exact" else frozenset()
 
 
 def keeps_order(part: str) -> bool:
-    """Return True if that part of a model's computation must use the one order."""
+    """Return True if `part`, one of PARTS, must be computed in the one exact order."""
     return part in _kept
 
 

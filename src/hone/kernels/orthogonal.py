@@ -31,7 +31,7 @@ def _row(x_MN: Tensor) -> list[int]:
 
 
 def _side_by_side(matrices: list[Tensor]) -> list[Tensor]:
-    """Batch small matrices of one shape, to keep a GPU busy."""
+    """Orthogonalize matrices in batches of one shape, to keep a GPU busy."""
     of_shape: dict[torch.Size, list[int]] = {}
     for i, x_MN in enumerate(matrices):
         of_shape.setdefault(x_MN.shape, []).append(i)

@@ -31,7 +31,7 @@ class _Pages(mmap.mmap):
 
 
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of at least one number in pinned memory.
+    """Return a CPU tensor of zeros, at least one, in pinned memory.
 
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError if
     memory is short.
@@ -54,8 +54,9 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def touch(memory: Tensor) -> None:
-    """Make the system provide new memory (zero bytes) with all cores; CUDA would use one, 0.2 GiB/s
-    in some VMs.
+    """Make the system provide new memory, which is zero, with all cores.
+
+    CUDA would use one core, 0.2 GiB/s in some VMs.
     """
     parts = memory.split(STRETCH)
     with ThreadPoolExecutor(min(usable_cores(), len(parts))) as pool:
@@ -64,9 +65,9 @@ def touch(memory: Tensor) -> None:
 
 @contextlib.contextmanager
 def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
-    """Provide tensors on a device for the duration of the block, and copy changes back afterwards.
+    """Context manager that provides tensors on a device and copies changes back at the end.
 
-    Tensors already there are yielded themselves.
+    Tensors that are already there are yielded themselves.
     """
     there = [tensor.to(device) for tensor in tensors]
     yield there
@@ -76,10 +77,10 @@ def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor
 
 
 def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Event | None]":
-    """Start copying tensors to the host, as of the work launched so far; return copies and an
-    event.
+    """Start to copy tensors to the host; return the copies and an event to wait for.
 
-    On a CPU the tensors themselves are returned.
+    The copies have the values after the work launched so far. On a CPU, return the tensors
+    themselves and None.
     """
     if tensors[0].device.type == "cpu":
         return tensors, None

@@ -9,7 +9,10 @@ from hone.kernels.linear import is_ordered, linear
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """Map T x 2F to T x F. Keeps only its input; the gradient of both halves is one tensor."""
+    """Return silu(gate) * up, T x F, of gate_up T x 2F.
+
+    Only the input is kept for backward; the gradient of both halves is one tensor.
+    """
     if torch.is_grad_enabled() and gate_up.requires_grad:
         out: Tensor = _SwiGLU.apply(gate_up)  # type: ignore[no-untyped-call]
         return out

@@ -1,6 +1,7 @@
 """LoRA adapters for sampling (Hu et al. 2021): y = W x + scale * B A x, with an adapter per token.
 
-peft directory ─ read_adapter ─► Adapter (A and B per HF linear) ─ Adapters.load ─► one A and one B per fused weight
+    peft directory ─ read_adapter ─► Adapter (A and B per HF linear)
+                   ─ Adapters.load_adapter ─► one A and one B per fused weight
 
 All loaded adapters are concatenated: h = A_all x, then h is zeroed where the token uses another
 adapter, then B_all h. A handful of small adapters costs two thin products per weight, has no
@@ -62,8 +63,11 @@ IMMATERIAL = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """A (rank x inputs) and B (outputs x rank, scaled) by the name of the HF linear, without
-    `.weight`.
+    """LoRA factors of one adapter.
+
+    Attributes:
+        weights: A (rank x inputs) and B (outputs x rank, scaled) by the name of the HF linear,
+            without `.weight`.
     """
 
     rank: int
@@ -106,8 +110,9 @@ def scale_of(config: dict[str, Any]) -> float:
 
 
 def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read an adapter's configuration and tensors. Raises ValueError if files are missing or
-    unreadable.
+    """Read an adapter's configuration and tensors.
+
+    Raises ValueError if files are missing or unreadable.
     """
     path = directory / "adapter_config.json"
     if not path.is_file():
@@ -154,9 +159,9 @@ class Delta:
 class Adapters:
     """The adapters of a model by name.
 
-    `which` has the adapter numbers of the tokens of the current forward pass, as tensors keyed by
-    their length: one for all tokens, one for those that the last block keeps. Empty if no token has
-    an adapter.
+    `which` has the adapter number of each token of the current forward pass. It is a dict of
+    tensors by their length: one for all tokens, one for those that the last block keeps. It is
+    empty if no token has an adapter.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -200,8 +205,9 @@ class Adapters:
 
     @contextmanager
     def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
-        """Context manager: forward passes use these adapters per token; the last block keeps
-        `keep_N`.
+        """Context manager: forward passes use the adapter number `which_T` of each token.
+
+        0 is no adapter. `keep_N`: indices of the tokens that the last block keeps.
         """
         if which_T is not None:
             kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
@@ -212,7 +218,10 @@ class Adapters:
             self.which = {}
 
     def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
-        """Context manager: forward passes of `count` tokens use one adapter. Raises ValueError."""
+        """Context manager: forward passes of `count` tokens use this adapter, None for none.
+
+        Raises ValueError if it is not loaded.
+        """
         number = self.number_of(name)
         device = self.model.embed.weight.device
         return self.used_by(torch.full((count,), number, device=device) if number else None)

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 
 class Rotation:
-    """Rotary tables of a call: whole tables, P x E, and the tokens' rows, T x 1 x E.
+    """Rotary tables of a forward pass: whole (P x E), and the rows of its tokens (T x 1 x E).
 
-    The rows exist only if positions are given; kernels may know them.
+    The rows exist only if positions are given; some kernels know the positions themselves.
     """
 
     def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
@@ -62,8 +62,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Heads:
-    """Make q, k and v of a layer's fused projection T x (H + 2K) x E: head-wise norm, then rotary
-    positions.
+    """Make q, k and v of a layer's fused projection T x (H + 2K) x E.
+
+    q and k get a head-wise norm, then rotary positions.
     """
 
     H: int
@@ -79,7 +80,10 @@ class Heads:
 
 
 class FlatAttention:
-    """Attention of the queries of `sequences`. Rows of no sequence are 0."""
+    """Causal attention over `sequences` of the flat token axis.
+
+    Output rows of tokens that are in no sequence are undefined.
+    """
 
     def __init__(self, sequences: Sequences, device: torch.device | str) -> None:
         self.sequences = sequences
@@ -128,9 +132,10 @@ class FlatAttention:
 
 
 class PackedAttention(FlatAttention):
-    """Attention of sequences of the given lengths.
+    """Causal attention of sequences with the given lengths.
 
-    A shared prompt is followed by its completions, of lengths `completions[i]`.
+    Sequence i is a shared prompt if it has `completions[i]`: the lengths of completions that follow
+    it.
     """
 
     def __init__(
@@ -203,7 +208,10 @@ def is_half_on_gpu(x: Tensor) -> bool:
 
 
 def keeps_order(q_THE: Tensor) -> bool:
-    """Return True if the training kernel computes this, because exact numerics are on. No gradient."""
+    """Return True if exact numerics require training's attention kernel here.
+
+    Only without gradients.
+    """
     has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
 
@@ -236,8 +244,9 @@ def flash_varlen(
 
 
 class _Bucket:
-    """Sequences of similar length as a padded rectangle: B x C queries, with keys after P of
-    prefixes.
+    """Sequences of similar length as a padded rectangle of B x C queries.
+
+    Each sees the P keys of its prefix, then C keys of its sequence.
     """
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
@@ -280,15 +289,18 @@ class _Bucket:
 
 
 def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
-    """Return B x H x S x E. Gradients of rows that are taken several times are added in a fixed
-    order.
+    """Gather rows T x H x E by an index B x S; return B x H x S x E.
+
+    Gradients of rows that are gathered several times are added in a fixed order.
     """
     return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
 
 
 def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Divide rows into buckets whose longest is at most twice (or 32 tokens over) the shortest,
-    prefixes alike.
+    """Divide sequences into buckets of similar length.
+
+    No sequence of a bucket is longer than twice its shortest plus 32 tokens. The same holds for
+    prefixes.
     """
     buckets: list[list[NDArray[np.int64]]] = []
     for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):

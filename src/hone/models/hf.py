@@ -76,9 +76,10 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
 
 
 def leads_out(file: Path, directory: Path) -> bool:
-    """Return True for a link in a model's directory to a file elsewhere, which anybody may own.
+    """Return True if a file of a model's directory is a link to a file elsewhere.
 
-    The hub's cache keeps files of a model in `blobs` beside its `snapshots`.
+    Anybody may own such a file. Links into `blobs` beside `snapshots`, where the hub's cache keeps
+    a model's files, are allowed.
     """
     target = file.resolve()
     inside = directory.resolve()
@@ -87,7 +88,7 @@ def leads_out(file: Path, directory: Path) -> bool:
 
 
 def check_links(directory: Path) -> None:
-    """Raise ValueError for a link whose target would be copied beside new weights."""
+    """Raise ValueError if a file that is saved with new weights is a link to elsewhere."""
     for pattern in TEXT_FILES:
         for file in sorted(directory.glob(pattern)):
             if leads_out(file, directory):
@@ -97,7 +98,7 @@ def check_links(directory: Path) -> None:
 
 
 def resolve_model(name: str) -> Path:
-    """Return a model's local directory: a path itself, a hub id from the cache or by download.
+    """Return a model's directory: the path itself, or a hub id's from cache or download.
 
     Raises ValueError with the reason if there is neither.
     """
@@ -188,7 +189,10 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
 def require_tied_head(
     wanted: Mapping[str, Tensor], where: Mapping[str, Path], directory: Path
 ) -> None:
-    """Raise ValueError for a head that is stored beside the embedding that config.json ties it to, and differs."""
+    """Raise ValueError if a stored head differs from the embedding that it is tied to.
+
+    config.json ties them (tie_word_embeddings).
+    """
     if HEAD in wanted or HEAD not in where or EMBEDDING not in where:
         return
     found = []
@@ -255,12 +259,12 @@ def _refuse_duplicates(
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
-    """Return the files of a model's weights, and the file of each tensor where an index lists them.
+    """Return a model's weight files, and the file of each tensor if an index lists them.
 
-    An index decides, whatever lies beside its files; then model.safetensors; then the shards of one
-    save; then all other *.safetensors files but those of adapters, optimizers and the original
-    format of the weights. Raises ValueError where there are none or the index names files that are
-    missing.
+    The first of these that exists is read: the files of the index; model.safetensors; the shards of
+    one save; all other *.safetensors files but those of adapters, optimizers and the original
+    format of the weights. Raises ValueError if there are none. If files of the index are missing,
+    it reads model.safetensors, or raises ValueError.
     """
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
@@ -310,7 +314,10 @@ def _indexed_files(
 
 
 def _complete_shards(directory: Path, every: dict[str, Path]) -> list[Path]:
-    """Return the shards of one save, empty if there are none. Raises ValueError."""
+    """Return the shards of one save, empty if there are none.
+
+    Raises ValueError if some are missing, or if there are several saves.
+    """
     shards: dict[str, list[Path]] = {}
     for name, file in every.items():
         if found := SHARD.fullmatch(name):
@@ -344,8 +351,9 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
-    """Write a model directory: the weights of `model`, other files from `source`. It appears by
-    rename.
+    """Write a model directory: the weights of `model`, other files from `source`.
+
+    The directory appears by rename.
     """
     with appearing_directory(directory) as partial:
         write_model(model, source, partial)
@@ -376,7 +384,7 @@ def write_description(
     with_text: bool,
     chat_template: str | None = None,
 ) -> None:
-    """Write the files of an HF directory but the weights.
+    """Write the files of an HF directory except the weights.
 
     Without `with_text` tokenizer and template are left out; a `chat_template` replaces that of
     `source`.

@@ -28,8 +28,9 @@ class Attention(Protocol):
 
 
 class Linear(nn.Module):
-    """y = W x + b. Not nn.Linear, which would initialize weights; they are loaded, or set by
-    `init_weights`.
+    """y = W x + b, without the initialization of nn.Linear.
+
+    Weights are loaded, or set by `init_weights`.
     """
 
     def __init__(self, inputs: int, outputs: int, bias: bool = False) -> None:
@@ -51,11 +52,14 @@ class Linear(nn.Module):
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return A and B of what is added to a plain layer."""
+        """Return the factors A and B of the adapter of a plain layer, or two Nones."""
         return (None, None) if self.delta is None else self.delta.scaled_factors()  # type: ignore[attr-defined]
 
     def merged_weight(self) -> Tensor | None:
-        """Return the weight with its adapter merged, as the sampler has it; None without one."""
+        """Return the weight with its adapter merged, as the sampler has it.
+
+        None if there is no trained adapter, or if it uses dropout.
+        """
         merge = getattr(self.delta, "merge_into", None)
         if merge is None or not self.is_plain:
             return None
@@ -79,12 +83,12 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + delta, and its norm."""
+        """Return x + delta, and the normalized sum."""
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
 
 class SelfAttention(nn.Module):
-    """Projections, with attention between them."""
+    """Fused projection to q, k and v, attention, and output projection."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -113,10 +117,9 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """E small feed-forward experts of which each token uses k, by router softmax (Qwen3-MoE). Plain
-    torch.
+    """Mixture of experts (Qwen3-MoE): each token uses k of E small MLPs, by router softmax.
 
-    Weights of all experts are stacked: gate_up E2F x D, down ED x F.
+    Plain torch. Weights of all experts are stacked: gate_up E2F x D, down ED x F.
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
@@ -160,8 +163,7 @@ class Weight(nn.Module):
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply the first counts[0] rows of x by the first weight, the next counts[1] by the second,
-    …
+    """Multiply consecutive groups of rows, counts[e] rows of x each, by weight e.
 
     Weights are stacked, EO x I.
     """

@@ -22,7 +22,10 @@ class Loaded:
 
 
 def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
-    """Load a model after cheap checks. Raises ValueError."""
+    """Load the configured model and tokenizer, after cheap checks; select the numerics.
+
+    Raises ValueError if the model cannot be loaded as configured.
+    """
     directory = resolve_model(config.name)
     check_links(directory)
     tokenizer = Tokenizer.for_model(directory, config)
@@ -47,7 +50,7 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
 
 
 def require_order(model: Transformer) -> None:
-    """Raise ValueError for a model without exact numerics on this device."""
+    """Raise ValueError if exact numerics do not support this model on its device."""
     weight = model.embed.weight
     spec = model.spec
     if spec.routed_experts:

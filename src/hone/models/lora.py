@@ -35,8 +35,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class LoRA(nn.Module):
-    """The adapter of one fused weight, whose rows belong to the HF linears `names` with these
-    `heights`.
+    """Adapters of one fused weight, one for each of its HF linears that has one.
+
+    `names`: the HF linears whose rows the weight stacks; `heights`: the rows of each.
     """
 
     def __init__(
@@ -84,8 +85,9 @@ class LoRA(nn.Module):
         return self.add_to(weight_OI).to(weight_OI.dtype)
 
     def named_pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield HF linears with their A and B, unscaled and detached; `whole` gathers sharded
-        tensors.
+        """Yield each HF linear with its A and B, unscaled and detached.
+
+        `whole` gathers sharded tensors.
         """
         of_a = whole(self.A.detach()).split(self.config.rank)
         of_b = whole(self.B.detach()).split([self.heights[name] for name in self.targets])
@@ -101,7 +103,7 @@ class LoRA(nn.Module):
 
 
 def _add_product(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
-    """Add scale * B A, in fp32."""
+    """Add scale * B A to the weight, in place and in fp32."""
     a, b = (x.to(weight_OI.device, torch.float32) for x in (a_RI, b_OR))
     weight_OI.addmm_(b, a, alpha=scale)
 
@@ -138,8 +140,9 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
-    """Freeze the model except `modules_to_save`, and add adapters with product 0. Raises
-    ValueError.
+    """Freeze the model except `modules_to_save`, and add adapters with product 0.
+
+    Raises ValueError if the model does not have the configured modules.
     """
     table = hf_names(model.spec)
     possible = model.spec.linear_shapes
@@ -197,10 +200,11 @@ def seed_dropout(model: Transformer, *numbers: int) -> None:
 
 
 class Merged:
-    """What samplers read of a model in training: without adapters, the model itself.
+    """A model in training as samplers read it: with its adapters merged.
 
-    With adapters, `model` is a plain one that shares all weights except those with adapters, which
-    are the sums as of the last `follow_step`.
+    Without adapters, `model` is the trained model itself. With adapters, `model` is a plain model
+    that shares all weights except those with adapters. These are merged as of the last
+    `follow_step`.
     """
 
     def __init__(self, trained: Transformer) -> None:

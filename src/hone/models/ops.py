@@ -1,11 +1,12 @@
-"""How the steps of a block are executed: plain torch, CPU kernels, GPU kernels, or exact numerics.
+"""Execution of a block's steps: plain torch, CPU kernels, GPU kernels, or exact numerics.
 
     Ops ◄── CpuOps      whole blocks in training, in two compiled calls each way
         ◄── GpuOps      fused steps: with gradients, and for few rows
              ◄── ExactOps    one order of sums, adapters merged as the sampler has them
 
-`select_ops` chooses one for a model's device, type and numerics. A step takes the residual stream and a pending delta,
-which the next norm adds to it.
+`select_ops` chooses the class by a model's device, dtype and numerics. A step takes the residual
+stream and a pending delta: the output of the step before it, which the next norm adds to the
+stream.
 """
 
 import torch
@@ -27,7 +28,7 @@ Following = tuple[RMSNorm, nn.Module]  # the next norm, and the layer that takes
 
 
 class Ops:
-    """Execution by the functions of `hone.kernels`, which use CPU kernels or plain torch."""
+    """Steps by the functions of `hone.kernels`, which use CPU kernels or plain torch."""
 
     def linear(self, layer: Linear, x_TI: Tensor) -> Tensor:
         y: Tensor = layer(x_TI)
@@ -36,7 +37,7 @@ class Ops:
     def norm_linear(
         self, norm: RMSNorm, layer: Linear, x_TD: Tensor, delta: Pending
     ) -> tuple[Tensor, Tensor]:
-        """Return x + delta, and the projection of its norm."""
+        """Return x + delta, and the projection of the normalized sum by `layer`."""
         assert not isinstance(delta, gpu.Scaled)
         total_TD, normed_TD = norm(x_TD, delta)
         return total_TD, self.linear(layer, normed_TD)
@@ -46,14 +47,15 @@ class Ops:
     ) -> tuple[Tensor, Pending]:
         """Return the stream, and the projection of x as pending delta.
 
-        With `following` the delta may be added and normed already.
+        GpuOps may already have added the projection; the delta is then None, or the norm of the sum
+        (`Scaled`) if the layer in `following` takes it.
         """
         return stream_TO, self.linear(layer, x_TI)
 
     def mlp(
         self, norm: RMSNorm, mlp: MLP, x_TD: Tensor, delta: Pending, following: Following | None
     ) -> tuple[Tensor, Pending]:
-        """Return x + delta, and the MLP of its norm as pending delta."""
+        """Return x + delta, and the MLP's output for the normalized sum as pending delta."""
         x_TD, gate_up_T2F = self.norm_linear(norm, mlp.gate_up, x_TD, delta)
         return self.linear_onto(mlp.down, x_TD, swiglu(gate_up_T2F), following)
 
@@ -65,7 +67,7 @@ class Ops:
         delta: Pending,
         following: Following | None,
     ) -> tuple[Tensor, Pending]:
-        """Return x + delta, and any feed-forward layer of its norm as pending delta."""
+        """Do the work of `mlp` for any feed-forward layer."""
         if isinstance(layer, MLP):
             return self.mlp(norm, layer, x_TD, delta, following)
         assert not isinstance(delta, gpu.Scaled)
@@ -81,12 +83,15 @@ class Ops:
         attend: Attention,
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Pending] | None:
-        """Return the output of a whole block if one call computes it, else None."""
+        """Return what the block returns if one call computes all of it, else None."""
         return None
 
 
 class CpuOps(Ops):
-    """CPU kernels: blocks in training take two calls each way, with the bits of separate steps."""
+    """CPU kernels: a block in training takes two calls forward and two backward.
+
+    Results have the same bits as those of separate steps.
+    """
 
     def fused_block(
         self,
@@ -138,7 +143,7 @@ class GpuOps(Ops):
     """GPU kernels in half precision: fused steps with gradients, and for few rows without."""
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
-        """Return the weight with its adapter merged, if products use that in training."""
+        """Return the weight with its adapter merged, if training multiplies by it."""
         return None
 
     def _weights(
@@ -184,7 +189,7 @@ class GpuOps(Ops):
 
 
 class ExactOps(GpuOps):
-    """GPU kernels with one order of sums: an adapter in training is merged, as the sampler has it."""
+    """GPU kernels with one order of sums, and adapters merged in training as in the sampler."""
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
         return layer.merged_weight()
@@ -197,7 +202,7 @@ class ExactOps(GpuOps):
 
 
 def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
-    """Return True if the next projection takes its norm fused with the addition before it."""
+    """Return True if the next layer takes its input as the `Scaled` of the addition before."""
     norm, layer = following
     # Ranks shard a norm's weight, and gather it for its own block only.
     is_sharded = hasattr(norm.weight, "to_local")
@@ -213,7 +218,7 @@ EXACT = ExactOps()
 
 
 def select_ops(x_TD: Tensor) -> Ops:
-    """Return the execution for models whose hidden states are like this one."""
+    """Return the Ops for hidden states like this one, with the numerics of this process."""
     if gpu.has_kernels(x_TD):
         return EXACT if numerics.keeps_order("products") else GPU
     return CPU if cpu.takes(x_TD) else TORCH

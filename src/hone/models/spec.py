@@ -1,9 +1,8 @@
-"""The shape of a model, and derived facts: weight names, FLOPs, activation memory. Imports no
-torch.
+"""Shape of a model, and what follows from it: weight names, FLOPs, activation memory.
 
-`ModelSpec` is the dense family; other families derive from it (`families/`) and override what
-differs. Code that depends on the feed-forward part of a block, or on a fast path's support for the
-model, asks here.
+Imports no torch. `ModelSpec` is the dense family; other families derive from it (`families/`) and
+override what differs. Code that depends on the feed-forward part of a block, or on a fast path's
+support for the model, reads it here.
 """
 
 import json
@@ -14,8 +13,9 @@ from typing import Any, ClassVar, Literal
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """Rotary frequencies of Llama 3.1: low ones divided by `factor`, high ones kept, those between
-    blended.
+    """Scaling of rotary frequencies in Llama 3.1.
+
+    Low frequencies are divided by `factor`, high ones are kept, and those between are blended.
     """
 
     factor: float
@@ -56,8 +56,9 @@ class ModelSpec:
 
     @classmethod
     def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
-        """Return fields that a family's `config.json` has under its own keys. Raises ValueError,
-        KeyError.
+        """Return the fields that a family's `config.json` has under its own keys.
+
+        Raises ValueError or KeyError.
         """
         return {"intermediate_size": int(config["intermediate_size"])}
 
@@ -94,7 +95,10 @@ class ModelSpec:
         return table
 
     def feed_forward_rows(self, name: str) -> int:
-        """Return the rows of each HF tensor in the fused parameter `gate_up`; all rows for others."""
+        """Return the rows of each HF tensor in a fused feed-forward parameter.
+
+        0 if the parameter is a single HF tensor.
+        """
         return self.intermediate_size if name.startswith("gate_up.") else 0
 
     @property
@@ -117,7 +121,7 @@ class ModelSpec:
 
     @property
     def cache_numbers(self) -> int:
-        """Return how many numbers per token keys and values have."""
+        """Return how many numbers the KV cache has per token."""
         return self.num_hidden_layers * sum(self.qkv_splits[1:])
 
     def parameter_count(self) -> int:
@@ -159,7 +163,7 @@ def model_config_text(directory: Path) -> str:
 
 
 def model_config_of(text: str, directory: Path) -> dict[str, Any]:
-    """Parse `text`, the config.json of the directory."""
+    """Parse `text`, the config.json of the directory. Raises ValueError for invalid JSON."""
     try:
         config: dict[str, Any] = json.loads(text)
     except json.JSONDecodeError as error:

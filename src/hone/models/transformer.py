@@ -48,9 +48,10 @@ class Block(nn.Module):
         keep_N: Tensor | None,
         following: "Block | None" = None,
     ) -> tuple[Tensor, Pending]:
-        """Take and return the residual stream and a pending delta.
+        """Return the residual stream and the pending delta after this block.
 
-        The next norm adds the delta to the stream; it may already be that norm's output.
+        The next norm adds the delta to the stream. With `following`, the next block, the delta may
+        already be the output of that block's norm (`Scaled`).
         """
         fused = ops.fused_block(self, x_TD, delta, rotation, attend, keep_N)
         if fused is not None:
@@ -69,10 +70,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal language model of any family. `forward` gives hidden states, `compute_logits`
-    logits.
+    """A causal language model of any family.
 
-    Weights are uninitialized until they are loaded (`models/hf.py`) or drawn (`init_weights`).
+    `forward` returns hidden states, `compute_logits` logits. Weights are uninitialized until they
+    are loaded (`models/hf.py`) or drawn (`init_weights`).
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -106,7 +107,7 @@ class Transformer(nn.Module):
         attend: Attention,
         keep_N: Tensor | None = None,
     ) -> Tensor:
-        """Do `forward` for embedded tokens. Positions may be omitted if `attend` knows them."""
+        """Run `forward` on embedded tokens. Positions may be omitted if `attend` knows them."""
         ops = select_ops(x_TD)
         delta = None
         rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
@@ -155,8 +156,9 @@ class Transformer(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary angles of all positions, P x E (Su et al. 2021),
-        half-split.
+        """Return cos and sin of the rotary angles of all positions, P x E, half-split.
+
+        Su et al. 2021. The first half of sin is negated.
         """
         table = self.rope_table
         if table is None or table[0].device != device or table[0].dtype != dtype:

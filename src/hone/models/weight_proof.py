@@ -1,5 +1,6 @@
-"""Prove that weights arrived: a checksum over all bits, and logprobs of a fixed sequence on both
-sides.
+"""Prove that weights arrived: a checksum over all bits, and logprobs of a fixed sequence.
+
+Both are computed by the trainer and by the receiver.
 """
 
 import hashlib
@@ -35,23 +36,27 @@ class Proof:
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
     def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
-        """Begin fingerprints for new values; return a callback for the names of arrived weights.
+        """Discard old fingerprints; return a callback for the names of arrived weights.
 
-        On a GPU their fingerprints are computed while others are still to come.
+        On a GPU the fingerprints of arrived weights are computed while other weights are still to
+        come.
         """
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
 
     def weight_fingerprints(self) -> list[int]:
-        """Return a 64-bit fingerprint per weight, in the boundary's order, equal on every device."""
+        """Return a 64-bit fingerprint per weight, equal on every device.
+
+        The order is that of `tensors`.
+        """
         return self._fingerprints()
 
     def by_name(self, of_each: list[int]) -> dict[str, str]:
-        """Return fingerprints by name, as they are sent."""
+        """Return fingerprints as they are sent: 16 hexadecimal digits by HF name."""
         return {name: f"{value:016x}" for name, value in zip(self.tensors, of_each, strict=True)}
 
     def combine_checksum(self, of_each: list[int]) -> str:
-        """Return the checksum of names, shapes and fingerprints of all weights."""
+        """Return the checksum of names, shapes, dtypes and fingerprints of all weights."""
         digest = self._names_and_shapes.copy()
         digest.update(struct.pack(f"<{len(self.tensors)}Q", *of_each))
         return digest.hexdigest()
@@ -63,7 +68,7 @@ def model_checksum(model: Transformer) -> str:
 
 
 def canary_ids(vocab_size: int) -> list[int]:
-    """Return a fixed sequence spread over the vocabulary."""
+    """Return a fixed sequence of token ids, spread over the vocabulary."""
     return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
 
 
@@ -73,9 +78,10 @@ def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
 
 
 class CanaryScorer:
-    """`score` of one model at fixed addresses.
+    """`score_sequence` of one model whose weights stay at their addresses.
 
-    On a GPU the canary's pass is a graph: 2 ms for 0.6B parameters instead of 24 ms of launches.
+    On a GPU the canary's forward pass is a CUDA graph: 2 ms for 0.6B parameters instead of 24 ms of
+    launches.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -133,7 +139,10 @@ def score_sequences(
 def find_likeliest(
     model: Transformer, ids: list[int], number: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Return logprobs at temperature 1 of every token after the first, and the likeliest tokens."""
+    """Return the logprob of every token after the first, and the likeliest tokens there.
+
+    Logprobs are at temperature 1; there are `number` pairs of token and logprob per position.
+    """
     own: list[float] = []
     others: list[list[tuple[int, float]]] = []
     for logits, target in _iterate_logits(model, [ids]):
@@ -150,7 +159,7 @@ def find_likeliest(
 def _iterate_logits(
     model: Transformer, sequences: list[list[int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield logits and the tokens that follow, some rows at a time."""
+    """Yield logits and the tokens that follow, up to ROWS rows at a time."""
     device = model.embed.weight.device
     packed = PackedAttention([len(ids) - 1 for ids in sequences], device)
     tokens = torch.tensor([i for ids in sequences for i in ids[:-1]], device=device)

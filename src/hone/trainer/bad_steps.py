@@ -1,5 +1,6 @@
-"""Handle gradients that are not finite or too large: save their sequences, skip the step or end the
-run.
+"""Handle gradients that are not finite or too large.
+
+The sequences with the worst gradients are saved; the step is skipped, or the run ends.
 """
 
 import json
@@ -21,11 +22,12 @@ SHOWN_SEQUENCES = 8  # sequences that are written
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a step, one by one.
+    """The sequences of a step, to be processed one by one.
 
     Attributes:
+        count: number of sequences.
         backward: adds the gradients of sequence i.
-        describe: returns what is written down of sequence i.
+        describe: returns the JSON object that is written for sequence i.
     """
 
     count: int
@@ -35,7 +37,12 @@ class Sequences:
 
 @dataclass(frozen=True)
 class BadStepPolicy:
-    """What to do about a bad step: where to write its sequences; "stop" or "skip"."""
+    """What to do about a bad step.
+
+    Attributes:
+        directory: where its sequences are written.
+        on_bad_step: "stop" or "skip".
+    """
 
     directory: Path
     on_bad_step: str
@@ -49,9 +56,9 @@ def handle_bad_step(
     policy: BadStepPolicy,
     ranks: Ranks,
 ) -> None:
-    """Write the sequences with the worst gradients of a bad step.
+    """Write the sequences with the worst gradients of a bad step. Collective.
 
-    Raises ValueError if the run is to end.
+    `norm`: of the step's gradients. Raises ValueError if the policy is to stop.
     """
     count = sequences.count
     on_bad_step = policy.on_bad_step

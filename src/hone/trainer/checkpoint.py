@@ -64,7 +64,8 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Write the checkpoint of a run's last step, unless it exists. Raises Preempted.
+        """Write a checkpoint of the run's last step unless it exists; raise Preempted.
+
         Collective.
         """
         self.wait_until_written()
@@ -101,8 +102,9 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Start writing a step's checkpoint if it is due, after the previous one; wait for the
-        last.
+        """Start to write a step's checkpoint if it is due, after the previous one.
+
+        If the step is the last, wait until it is written.
         """
         if self.is_due(step, is_last):
             self._start_saving(step, is_last, config, metrics, progress)
@@ -194,9 +196,11 @@ class Checkpoints:
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
-    `metrics`: the value of keep_best's metric per checkpoint, None while unknown: an evaluation may
-    end after its checkpoint is written, so the last 3 that are newer than all known values are
-    kept.
+    Args:
+        metrics: value of keep_best's metric by the step of a checkpoint; None while unknown.
+
+    An evaluation may end after its checkpoint is written. So the last 3 checkpoints that are newer
+    than all known values are kept.
     """
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
@@ -213,8 +217,12 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
 def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     """Return the checkpoints to resume from, best first; empty to start from scratch.
 
-    True: the run's own, which must exist. "auto": its own, if any. A path: that one. Raises
-    ValueError.
+    Args:
+        resume: True for the run's own, which must exist; "auto" for its own, if any; the path of a
+            checkpoint; False or "never".
+
+    Raises ValueError if a required checkpoint does not exist, or if "auto" finds weights of a run
+    but no checkpoint.
     """
     if resume in (False, "never"):
         return []
@@ -248,9 +256,10 @@ def step_of(source: Path) -> int:
 def restore_checkpoint(
     sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None
 ) -> int:
-    """Load weights and optimizer state from the first whole checkpoint; return its step, else 0.
+    """Load weights and optimizer state from the first whole checkpoint; return its step.
 
-    Raises ValueError if the configuration differs, and if all are damaged. Collective.
+    Returns 0 without checkpoints. Raises ValueError if the configuration differs, or if all
+    checkpoints are damaged. Collective.
     """
     ranks = ranks or Ranks()
     at = len(sources)

@@ -27,17 +27,20 @@ from hone.trainer.packing import Packed
 
 
 def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
-    """Return the sum of -log p(target), fp32; divide by the targets of the whole batch."""
+    """Return the sum of -log p(target), fp32.
+
+    The caller divides it by the number of targets of the whole batch.
+    """
     ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
     return packed.compute_loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
 
 
 @dataclass
 class Tokens:
-    """Inputs of a loss for N tokens; with the need whole_sequences, all tokens of each sequence.
+    """Inputs of a loss for N tokens.
 
-    Gradients flow through the trainer's logprobs and log_ratio, and through entropy if it is
-    needed.
+    With the need whole_sequences these are all tokens of each sequence. Gradients flow through
+    trainer_logprobs and log_ratio, and through entropy if it is needed.
     """
 
     trainer_logprobs: Tensor
@@ -55,7 +58,9 @@ Term = tuple[Tensor, Tensor]
 
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
-    """Return -r A, gradient through r; tokens with r outside [low, high] are dropped (IcePop, Ling
+    """Return -r A + kl_tau log r, without tokens whose ratio r is out of bounds.
+
+    The bounds are mask_ratio_low and mask_ratio_high; the gradient goes through r (IcePop, Ling
     team 2025).
     """
     keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (
@@ -67,8 +72,10 @@ def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: fl
 
 
 def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
-    """Return -r A + tau (log r)^2; dropped if the probability moved by more than max_shift to A's
-    side.
+    """Return -r A + kl_tau (log r)^2; the first term is dropped for tokens that moved too far.
+
+    These are tokens whose probability has moved by more than max_shift in the direction that A
+    favours.
     """
     shift = (t.trainer_logprobs.exp() - t.sampler_logprobs.exp()).detach()
     keep = torch.where(t.advantage > 0, shift <= max_shift, shift >= -max_shift)
@@ -77,10 +84,10 @@ def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
 
 
 def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
-    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017; clip-higher:
-    DAPO 2025).
+    """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017).
 
-    With ratio_type "sequence" it is GSPO (Zheng et al. 2025).
+    Different bounds: clip-higher (DAPO 2025). With ratio_type "sequence" it is GSPO (Zheng et al.
+    2025).
     """
     ratio = t.log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -108,11 +115,10 @@ def sft(t: Tokens) -> Term:
 
 
 def opd(t: Tokens, **keys: float) -> Term:
-    """Return the loss of on-policy distillation, with log p(teacher) - log p(trainer) as the
-    token's advantage.
+    """Return the on-policy distillation loss: `mask` with an advantage from the teacher.
 
-    It lowers the reverse KL to the teacher (Agarwal et al. 2024; Thinking Machines 2025).
-    Out-of-bounds ratios are dropped as in `mask`.
+    The advantage of a token is log p(teacher) - log p(trainer). The loss lowers the reverse KL to
+    the teacher (Agarwal et al. 2024; Thinking Machines 2025).
     """
     assert t.teacher_logprobs is not None
     return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
@@ -124,7 +130,7 @@ LOSSES: dict[str, Callable[..., Term]] = {
 
 
 def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declare the inputs that a user's loss needs (`config/loss_config.py`)."""
+    """Decorator that declares the inputs that a user's loss needs (`config/loss_config.py`)."""
 
     def mark_function(function: Callable[..., Any]) -> Callable[..., Any]:
         function.needs = names  # type: ignore[attr-defined]
@@ -143,7 +149,10 @@ class Loss:
 
 
 def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
-    """Return a loss by its name or import path. Raises ValueError with the configuration `key`."""
+    """Return a loss by its name or import path.
+
+    Raises ValueError that names the configuration `key`.
+    """
     if config.type in KINDS:
         keys = {name: getattr(config, name) for name in config.loss_kind.keys - {"ratio_type"}}
         keys |= {"kl_tau": config.kl_coefficient} if "kl_tau" in keys else {}
@@ -164,7 +173,10 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
 
 @dataclass
 class PolicyLoss:
-    """`total` is this part's share of the batch's loss; other fields are per token, detached."""
+    """Loss of a part of a batch, and its values per token.
+
+    `total` is this part's share of the batch's loss; the other fields are per token, detached.
+    """
 
     total: Tensor
     mismatch_kl: Tensor  # r - log r - 1 (k3, Schulman 2020)

@@ -26,7 +26,7 @@ CHUNK = 2**30  # bytes of logits at a time, in fp32 (kernels/head.py)
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes of a training step by content."""
+    """Estimated bytes of a training step, by what they hold."""
 
     weights: int
     masters: int
@@ -38,7 +38,7 @@ class Estimate:
 
     @property
     def step_bytes(self) -> int:
-        """Return the bytes beside weights and optimizer state."""
+        """Return the peak bytes in addition to weights and optimizer state."""
         return max(self.gradients, self.activations + self.logits)
 
     @property
@@ -120,7 +120,7 @@ def estimate_rl(
 
 
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
-    """Return the number of trained adapter weights, without whole modules."""
+    """Return the number of trained adapter weights, without those of `modules_to_save`."""
     return (
         lora.rank
         * spec.num_hidden_layers
@@ -131,8 +131,8 @@ def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
     """Return activation bytes per token.
 
-    In each block: both normed sums, qkv, attention output, and what the feed-forward part keeps;
-    with recomputation each block's input, and all of that for one block.
+    Each block keeps both normed sums, qkv, attention output, and what its feed-forward part keeps.
+    With recomputation each block keeps its input, and one block at a time keeps all of the above.
     """
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward

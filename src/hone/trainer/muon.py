@@ -1,10 +1,10 @@
-"""Muon (Jordan et al. 2024): update matrices by their orthogonalized momentum, whatever the
-gradient's size.
+"""Muon (Jordan et al. 2024): update matrices by their orthogonalized momentum.
 
-gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal ─► W - lr 0.2 sqrt(max(M, N)) O
+    gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal
+    O ─► W - lr 0.2 sqrt(max(M, N)) O
 
-The factor gives updates AdamW's size, so that both share one learning rate (Moonlight, Liu et al.
-2025).
+The size of an update does not depend on the gradient's. The factor gives updates AdamW's size, so
+that both share one learning rate (Moonlight, Liu et al. 2025).
 """
 
 import math
@@ -28,10 +28,12 @@ def step_muon(
     weight_decay: float,
     splits: Sequence[Callable[[Tensor], list[Tensor]]],
 ) -> None:
-    """Update parameters. `splits` divides each parameter into stacked matrices, which are updated
-    separately.
+    """Update parameters in place.
 
-    Sharded weights and momenta are given with this rank's part of the gradient; collective then.
+    With sharded weights and momenta, `grads` are this rank's parts, and the call is collective.
+
+    Args:
+        splits: divides each parameter into its stacked matrices, which are updated separately.
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):

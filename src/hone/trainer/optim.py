@@ -50,15 +50,15 @@ def learning_rate(
 
 
 class Optimizer:
-    """In-place AdamW (Loshchilov & Hutter 2019): parameters keep their storage, so a sampler may
-    read it.
+    """In-place AdamW (Loshchilov & Hutter 2019), with Muon for the blocks' matrices if configured.
 
-    Half-precision parameters are rounded from fp32 masters. With `type` muon, Muon updates the
-    blocks' matrices (`muon.py`), each of those stored together by itself. Gradients are summed over
-    ranks; of a sharded model each rank updates its own part.
+    Parameters keep their storage, so a sampler may read them. Half-precision parameters are rounded
+    from fp32 masters. With `type` muon, Muon updates the blocks' matrices (`muon.py`); matrices
+    that are stored in one parameter are updated separately. Gradients are summed over ranks; each
+    rank of a sharded model updates its own part.
 
-    Uses torch's fused kernel directly: constructing `torch.optim.AdamW` imports the compiler, which
-    takes longer than loading a small model. Tests check equality with it.
+    The class uses torch's fused kernel directly: constructing `torch.optim.AdamW` imports the
+    compiler, which takes longer than loading a small model. Tests check equality with it.
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
@@ -137,7 +137,10 @@ class Optimizer:
         )
 
     def _new_state(self, like: Tensor, dtype: torch.dtype, value: Tensor | None = None) -> Tensor:
-        """Return a state tensor shaped like `like`, where the state is stored."""
+        """Return a state tensor shaped like `like`, in host memory if state is offloaded.
+
+        It is filled with `value`, or zeros.
+        """
         if self.is_away:
             zeros = reachable_zeros(like.shape, dtype)
             return zeros if value is None else zeros.copy_(value.detach())
@@ -149,7 +152,7 @@ class Optimizer:
 
     @torch.no_grad()
     def accumulate_gradients(self) -> None:
-        """Add a micro-batch's gradients to fp32 sums, where half precision would round."""
+        """Add a micro-batch's gradients to sums in fp32, since half precision would round."""
         if self.masters is self.parameters:
             return  # summed in place
         grads = self.local_gradients()
@@ -190,8 +193,9 @@ class Optimizer:
 
     @torch.no_grad()
     def compile_kernels(self) -> None:
-        """Compile a step's kernels: compute and clear the gradients' norm, and step a few dummy
-        numbers.
+        """Compile the kernels of a step.
+
+        Computes the gradients' norm, updates a few dummy numbers, and clears the gradients.
         """
         self.gradient_norm(self.local_gradients())
         torch._foreach_add_(self.steps, 0)

@@ -1,10 +1,11 @@
-"""Sequences into micro-batches: laid end to end without padding, only the positions with a target
-kept for the head.
+"""Pack sequences into micro-batches, end to end and without padding.
+
+The head computes only the positions whose next token is a target.
 
     ids   p p p c c c        input    p p p c c           (the last token predicts nothing)
     mask  0 0 0 1 1 1        keep         ^ ^ ^           hidden states whose next token is a target
 
-Samples of a group share their prompt; `pack_shared` lays it down once:
+Samples of a group share their prompt; `pack_shared` computes it once:
 
     input    p p p c c | c c | c c c      the last p predicts the first target of every sample
 """
@@ -36,7 +37,10 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 
 @dataclass
 class Packed:
-    """A micro-batch: T input tokens, N targets in the order of their sequences, K rows that predict them."""
+    """A micro-batch: T input tokens, N targets, and the K rows that predict them.
+
+    Targets are in the order of their sequences.
+    """
 
     attention: PackedAttention
     tokens_T: Tensor
@@ -79,8 +83,9 @@ class Packed:
     def compute_loss(
         self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
     ) -> Tensor:
-        """Return the sum of `loss(part, logprobs, entropies)` over slices of targets
-        (`kernels/head.py`).
+        """Return the sum of `loss(part, logprobs, entropies)` over slices of targets.
+
+        See `kernels/head.py`.
         """
         hidden_ND = self.target_hidden(model)
         weight_VD = model.head_weight_VD
@@ -92,8 +97,9 @@ class Packed:
 def pack_sequences(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Pack sequences; `masks[i][j]` marks token j of sequence i as a target. A first token never is
-    one.
+    """Pack sequences; `masks[i][j]` marks token j of sequence i as a target.
+
+    The first token of a sequence is never a target.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     attention = PackedAttention((lengths - 1).tolist(), device)
@@ -113,7 +119,7 @@ def pack_sequences(
 
 
 def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
-    """Concatenate rows; lists in one pass, which is as fast as the rest of packing."""
+    """Concatenate rows into one array; lists are read in a single pass, for speed."""
     if rows and isinstance(rows[0], np.ndarray):
         return np.concatenate(rows).astype(dtype, copy=False)
     return np.fromiter(chain.from_iterable(rows), dtype, sum(map(len, rows)))
@@ -129,8 +135,8 @@ def pack_shared(
 ) -> Packed:
     """Pack sequences like `pack_sequences`, with prompts shared by neighbours computed once.
 
-    Every sequence needs a target that is not its first token. Same logits and gradients, in fewer
-    tokens.
+    Every sequence needs a target that is not its first token. Logits and gradients are the same,
+    with fewer tokens.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
@@ -176,11 +182,10 @@ def pack_shared(
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sequences into similar micro-batches of at most `budget` tokens; a longer one stands
-    alone.
+    """Divide sequences into similar micro-batches of at most `budget` tokens.
 
-    Best fit decreasing: the longest first, each into the fullest micro-batch with room. At most
-    11/9 of the fewest possible, plus one.
+    A longer sequence is alone in its micro-batch. Best fit decreasing: the longest first, each into
+    the fullest micro-batch with room. There are at most 11/9 of the fewest possible, plus one.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
 
@@ -231,7 +236,10 @@ def split_by_prompt(
 def share_by_prompt(
     ranks: Ranks, prompts: Sequence[tuple[int, ...]], lengths: Sequence[int]
 ) -> list[int]:
-    """Return this rank's sequences; equal prompts stay together if that adds no rank's work."""
+    """Return the indices of this rank's sequences.
+
+    Sequences with equal prompts stay together unless this gives the busiest rank more work.
+    """
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for i, prompt in enumerate(prompts):
         groups[prompt].append(i)
@@ -255,8 +263,9 @@ def share_by_prompt(
 
 
 def _split_evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
-    """Split with the smallest budget that needs no more micro-batches, so that none is nearly
-    empty.
+    """Split with the smallest budget that needs no more micro-batches than `budget`.
+
+    So no micro-batch is nearly empty.
     """
     parts = split(budget)
     least = 1

@@ -22,7 +22,10 @@ PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
 
 
 class Laps:
-    """Seconds by name since the last lap; synchronizes at each, if it is on."""
+    """Stopwatch that adds up seconds by name; it does nothing unless it is on.
+
+    A call adds the time since the previous call to its name, after synchronizing a GPU.
+    """
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
         self.device = device
@@ -67,7 +70,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of the device, on a CPU of this process."""
+    """Return the peak memory in GiB: of a GPU, or on a CPU of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux
@@ -80,7 +83,10 @@ WARM_UP = 3  # steps before measurement
 def print_bench(
     name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]
 ) -> None:
-    """Print a table of measured steps, and the shares of their parts."""
+    """Print medians of the measured steps, and the share of time of each part of a step.
+
+    `seconds`: total by part.
+    """
     from rich.console import Console
     from rich.table import Table
 

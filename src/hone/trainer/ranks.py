@@ -1,12 +1,12 @@
-"""Ranks: processes that train one model together under torchrun, each with a share of the
-sequences.
+"""Ranks: processes that train one model together under torchrun.
 
     batch ─ shares of like cost ─► rank 0 … n - 1: forward, backward ─ sum of gradients ─► the same step on all
 
-Each has the whole model, or a part of every weight (`sharding.py`).
+Each rank has a share of the sequences, and the whole model or a part of every weight
+(`sharding.py`).
 
-Losses are weighted over the whole batch, so sums over ranks are what one process would have. The
-first rank alone writes. Nothing but tensors travels between them.
+Losses are weighted over the whole batch, so sums over ranks equal the result of one process. Only
+the first rank writes files. Ranks exchange only tensors.
 """
 
 import logging
@@ -31,8 +31,9 @@ class Ranks:
 
     @staticmethod
     def join_ranks(timeout: float) -> "Ranks":
-        """Join torchrun's other processes, or be the only one. `timeout`: seconds to wait for
-        another.
+        """Join torchrun's other processes, or be the only rank.
+
+        `timeout`: seconds to wait for another rank.
         """
         count = int(os.environ.get("WORLD_SIZE", "1"))
         if count == 1:
@@ -61,7 +62,7 @@ class Ranks:
             dist.barrier()
 
     def any_rank(self, is_so: bool, device: torch.device) -> bool:
-        """Return True if `is_so` on any rank; the same on all."""
+        """Return True on all ranks if `is_so` is True on any of them."""
         return bool(self.all_reduce_max(int(is_so), device))
 
     def leave_ranks(self) -> None:

@@ -1,9 +1,9 @@
-"""Shard a model over GPUs with FSDP2: a rank stores a part of each weight, and gathers blocks as
-they run.
+"""Shard a model over GPUs with FSDP2.
 
     fp32 parts of all ranks ─ gather a block, in bf16 ─► forward, backward ─ sum over ranks, in fp32 ─► their gradients
 
-Gathers and sums are collective: all ranks make the same number of passes, with their own tokens.
+Each rank stores a part of each weight, and gathers blocks as they run. Gathers and sums are
+collective: all ranks make the same number of passes, with their own tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,8 +23,9 @@ from hone.trainer.ranks import Ranks
 
 
 def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
-    """Shard the model over the ranks, if there are several and the configuration asks for it (auto:
-    on GPUs).
+    """Shard the model over the ranks, if there are several and the configuration asks for it.
+
+    "auto" shards on GPUs only.
     """
     device = model.embed.weight.device
     if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
@@ -97,8 +98,9 @@ class Export:
 
     @torch.no_grad()
     def __call__(self, merged: bool = True) -> Transformer | None:
-        """Return the model, None on all ranks but the first; `merged=False` leaves adapters out.
-        Collective.
+        """Return the model on the first rank, None on the others. Collective.
+
+        With `merged=False` adapters are left out.
         """
         if self.is_plain:
             return self.model if self.ranks.is_first else None

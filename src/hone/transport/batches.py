@@ -2,8 +2,8 @@
 
     orchestrator ── put ──► rollouts/step_N/{rollouts.jsonl, progress.json, batch.safetensors} ── take ──► trainer
 
-Directories are listed, not opened by name: a network file system may hide a new name for a minute
-from those who asked too early. A batch carries the run's id, so that files of an earlier run are
+Directories are found by listing, not opened by name: after a failed look-up a network file system
+may hide a new name for a minute. A batch carries the run's id, so that files of an earlier run are
 ignored.
 """
 
@@ -33,7 +33,10 @@ class Batches(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Batch | None:
-        """Return the batch of a step if it is there, again and again until it is acknowledged."""
+        """Return the batch of a step, None if it is not there yet.
+
+        Until it is acknowledged, it can be taken again.
+        """
 
     @abstractmethod
     def acknowledge(self, step: int) -> None:
@@ -41,7 +44,7 @@ class Batches(ABC):
 
 
 class FileBatches(Batches):
-    """Flat arrays with offsets, in the directory of the step."""
+    """Batches as files in the directories of their steps: flat arrays with offsets."""
 
     def __init__(self, rollouts: Path, run: str) -> None:
         self.run = run
@@ -125,8 +128,9 @@ def read_batch(file: Path, run: str) -> Batch | None:
 
 
 def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
-    """Return the experts of the samples' tokens, each without the last, and `spare` rows; -1 where
-    unknown.
+    """Return the experts used by the samples' tokens, int16; -1 where unknown.
+
+    A sample has a row for each token but its last, and `spare` more.
     """
     width = next(s.routing.shape[1] for s in samples if s.routing is not None)
     lengths = [len(s.ids) - 1 + spare for s in samples]

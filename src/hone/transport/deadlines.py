@@ -19,7 +19,10 @@ DEATH_SECONDS = 120.0
 
 
 class Beside:
-    """Context manager that runs `_run_thread` in a thread; it returns once `_stop` is set, on exit."""
+    """Context manager that runs `_run_thread` in a background thread.
+
+    `_run_thread` must return once `_stop` is set, which happens on exit.
+    """
 
     def __init__(self) -> None:
         self._stop = threading.Event()
@@ -39,7 +42,7 @@ class Beside:
 
 
 class Pulse(Beside):
-    """Show that this process is alive by changing a file twice a second."""
+    """Heartbeat of this process: a thread that changes a file twice a second."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -63,8 +66,9 @@ class Pulse(Beside):
 
 
 class PulseOf:
-    """The heartbeat of another process. Compares contents, not clocks, which may differ between
-    machines.
+    """Heartbeat of another process, read from its file.
+
+    It compares contents, not clocks, which may differ between machines.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +78,7 @@ class PulseOf:
         self._looked = self._since = time.monotonic()
 
     def is_beating(self) -> bool:
-        """Return True if it changed within the last seconds; False before a change was seen."""
+        """Return True if it changed recently; False before a change was seen."""
         now = time.monotonic()
         if now - self._looked > BEAT_SECONDS / 2:
             self._looked, value = now, self._read_pulse()
@@ -84,14 +88,17 @@ class PulseOf:
         return self._changed is not None and now - self._changed < machine.silence_seconds()
 
     def is_silent(self) -> bool:
-        """Return True if it has not changed for so long that the process counts as dead."""
+        """Return True if it has not changed for `machine.silence_seconds`.
+
+        The process counts as dead, but may come back.
+        """
         return (
             not self.is_beating()
             and time.monotonic() - (self._changed or self._since) > machine.silence_seconds()
         )
 
     def is_dead(self) -> bool:
-        """Return True if it has been silent for too long to come back."""
+        """Return True if it has been silent for DEATH_SECONDS: it will not come back."""
         return (
             self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH_SECONDS
         )
@@ -136,7 +143,7 @@ class Watch(Beside):
 
 
 class Wait:
-    """One wait: `is_check_due` raises at the deadline, and logs twice a minute what is awaited."""
+    """A wait with a deadline. Logs twice a minute what it waits for."""
 
     def __init__(self, what: str, seconds: float, log: logging.Logger, hint: str = "") -> None:
         self.what = what
@@ -146,7 +153,10 @@ class Wait:
         self.start = self.reminded = self.second = time.monotonic()
 
     def is_check_due(self) -> bool:
-        """Return True about once a second, when costly checks are due."""
+        """Return True about once a second, when costly checks are due.
+
+        Raises ConnectionError at the deadline.
+        """
         now = time.monotonic()
         if now - self.start > self.seconds:
             raise ConnectionError(

@@ -1,9 +1,9 @@
-"""Deliveries: the trainer's description of a policy version, published by rename and found by
-listing.
+"""Deliveries: the trainer's descriptions of published policy versions.
 
     trainer ── broadcasts/step_N/{config.json, delivery.json, STABLE, and files of the transport} ──►
 
-A delivery carries the run's id, so that files of an earlier run are ignored.
+They are published by rename and found by listing. A delivery carries the run's id, so that files of
+an earlier run are ignored.
 """
 
 import json
@@ -35,10 +35,20 @@ class Canary:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Description of published weights. `metrics` are those of the step that made them.
+    """Description of published weights.
 
-    `checksum` and `fingerprints` (one per weight) cover the whole model, whatever part is sent.
-    `transport` is the message to the receiver.
+    `checksum` and `fingerprints` cover the whole model, whatever part is sent.
+
+    Attributes:
+        run: id of the run.
+        version: step that made the weights, 0 for the initial ones.
+        checksum: of all weights, hexadecimal (`models/weight_proof.py`).
+        dtype: of the weights, such as "bfloat16".
+        canary: fixed sequence with its logprobs by the trainer.
+        metrics: metrics of the step that made the weights.
+        fingerprints: 16 hexadecimal digits per weight, by HF name.
+        transport: message to the receiver.
+        bytes: size of what was sent.
     """
 
     run: str
@@ -54,7 +64,7 @@ class Delivery:
 
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
-    """Write the last files of a version's directory, which is about to appear."""
+    """Write the last files of a version's directory, before it is published."""
     # The message may contain a secret.
     descriptor = os.open(directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:
@@ -63,7 +73,7 @@ def write_delivery(delivery: Delivery, directory: Path) -> None:
 
 
 def read_delivery(directory: Path) -> Delivery | None:
-    """Read a delivery, None if there is none (it may have been removed)."""
+    """Return the delivery in a directory, None if there is none (it may have been removed)."""
     try:
         values = json.loads((directory / DELIVERY).read_text())
     except FileNotFoundError:

@@ -30,8 +30,9 @@ Layout = list[tuple[str, str, list[int], int]]  # name, dtype, shape and first b
 
 
 def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Layout, int]:
-    """Return the offsets of tensors in order of names, in this dtype or their own, and the total
-    bytes.
+    """Return the layout of tensors in one block, in order of names, and its size in bytes.
+
+    `dtype`: of all tensors; None keeps the dtype of each.
     """
     layout: Layout = []
     size = 0
@@ -43,7 +44,10 @@ def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> t
 
 
 class Owned:
-    """A block of memory for tensors of these shapes and types; `tensors`: by name."""
+    """A block of memory for tensors with the shapes and dtypes of `like`.
+
+    `tensors` are those in the block, by name.
+    """
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device | str) -> None:
         self.layout, size = layout_of(like)
@@ -51,7 +55,7 @@ class Owned:
         self.tensors = tensors_in(self.memory, self.layout)
 
     def describe_memory(self) -> dict[str, Any]:
-        """Return the handle for one reader, to be opened once."""
+        """Return layout and handle for one reader, which may open it once; plain data."""
         _, *handle = self.memory.untyped_storage()._share_cuda_()
         plain = [b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
         return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
@@ -65,10 +69,10 @@ def open_tensors(words: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the owner's memory for this GPU, from itself or another GPU, which need not be visible
-    here.
+    """Map the owner's memory for a GPU of this process.
 
-    Raises RuntimeError if it cannot be reached.
+    The memory may be on the same GPU or on another one, which need not be visible here. Raises
+    RuntimeError if it cannot be reached.
     """
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
     handle[-1] = False  # do not wait for the owner's GPU work
@@ -78,8 +82,9 @@ def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
 
 
 class Stamp:
-    """The version of shared memory, in an unnamed file that readers lock; locks end with their
-    process.
+    """Version of shared memory, in an unnamed file that readers lock.
+
+    Locks end with their process.
     """
 
     def __init__(self) -> None:
@@ -98,10 +103,10 @@ class Stamp:
 
     @contextmanager
     def change_version(self, version: int, seconds: float) -> Iterator[bool]:
-        """Context manager that changes the version; the contents have none if it fails.
+        """Context manager in which the contents may be changed to those of `version`.
 
-        Waits up to `seconds` for readers, or not at all if that was in vain the last time; yields
-        True if nobody reads.
+        Waits up to `seconds` for readers, or not at all if that was in vain the last time. Yields
+        True if nobody reads. If the block fails, the contents have no version.
         """
         self._was_alone = _acquire_lock(
             self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0
@@ -115,8 +120,9 @@ class Stamp:
 
 
 class StampReader:
-    """Reader of a Stamp. Raises OSError if the owner's file is gone, or of another user or PID
-    namespace.
+    """Reader of a Stamp.
+
+    Raises OSError if the owner's file is gone, or of another user or PID namespace.
     """
 
     def __init__(self, words: dict[str, Any]) -> None:
@@ -129,10 +135,10 @@ class StampReader:
 
     @contextmanager
     def hold_version(self, seconds: float) -> Iterator[int]:
-        """Context manager that yields the version and keeps it, waiting up to `seconds` for a
-        change.
+        """Context manager that yields the version and keeps the contents from changing.
 
-        Raises RuntimeError if changes do not end, and at the end if the owner would no longer wait.
+        Waits up to `seconds` for the end of a change. Raises RuntimeError if it does not end; and
+        on exit, if the owner stopped waiting and changed the contents.
         """
         if not _acquire_lock(self._file, fcntl.LOCK_SH, seconds):
             raise RuntimeError(f"they have been changing for {seconds:.0f} s")
@@ -166,7 +172,7 @@ def _acquire_lock(file: IO[bytes], kind: int, seconds: float) -> bool:
 
 
 def machine_of() -> str:
-    """Return an id of this machine, or of the one that runs this container, "" if unknown."""
+    """Return an id of this machine (of the host, in a container), "" if unknown."""
     try:
         return BOOT.read_text().strip()
     except OSError:

@@ -94,7 +94,10 @@ class Secret:
 
 
 class NetworkSender(Sender):
-    """Context manager that serves requests; `send_version` replaces the snapshot they get."""
+    """Sender that serves the servers' requests while it is entered as a context manager.
+
+    They get a snapshot, which `send_version` replaces.
+    """
 
     def __init__(self, host: str, log: logging.Logger) -> None:
         self.host = host
@@ -223,7 +226,13 @@ class NetworkSender(Sender):
     def _answer_request(
         self, name: str, version: int, number: int = 0, what: str = SEND, device: str = "cpu"
     ) -> None:
-        """Answer a server's request. `device`: the server's."""
+        """Answer a server's request.
+
+        Args:
+            number: number of the request, by which the server finds the answer.
+            what: SEND, SHOW or TAKEN.
+            device: type of the server's device.
+        """
         with self._lock:
             if what == TAKEN:
                 self._taken[name] = version
@@ -247,8 +256,9 @@ class NetworkSender(Sender):
 
 
 class _Shown:
-    """The trainer's snapshot, mapped into this process. Raises RuntimeError and OSError if that
-    fails.
+    """The trainer's snapshot, mapped into this process.
+
+    Raises RuntimeError or OSError if that fails.
     """
 
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
@@ -307,7 +317,7 @@ class _Trainer:
 
 
 class NetworkReceiver(Receiver):
-    """Read the trainer's memory if possible, else receive from it."""
+    """Receiver that reads the trainer's memory if possible, else has the weights sent."""
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
@@ -371,7 +381,10 @@ class NetworkReceiver(Receiver):
         )
 
     def _request_version(self, trainer: _Trainer, what: str, version: int) -> None:
-        """Wait until the trainer confirms that it has this version."""
+        """Send a request, and wait until the trainer confirms that it has this version.
+
+        Raises Superseded if it has another one.
+        """
         self._asked += 1
         self._send_request(trainer, what, version)
         unless_superseded(
@@ -467,7 +480,7 @@ class _Arrivals:
 
 
 def group_tensors(layout: Layout, size: int) -> Iterator[tuple[Layout, int, int]]:
-    """Group tensors into transfers of about PORTION bytes; yield (tensors, start, end)."""
+    """Group tensors into transfers of about PORTION_BYTES; yield (tensors, start, end)."""
     begin = 0
     for i, (*_, first) in enumerate([*layout[1:], ("", "", [], size)], 1):
         if first - layout[begin][3] >= PORTION_BYTES or i == len(layout):

@@ -1,8 +1,7 @@
-"""rollouts/step_N/trainer.RANK.safetensors: a rank's logprobs and loss mask of its tokens, for
-inspection.
+"""A rank's logprobs and loss mask of the tokens it trained on, in files for inspection.
 
-Flat arrays over the targets of its samples, in order; a sample is identified by its group and
-member.
+rollouts/step_N/trainer.RANK.safetensors has flat arrays over the targets of the rank's samples, in
+order; a sample is identified by its group and member.
 """
 
 from collections import defaultdict
@@ -20,7 +19,12 @@ from hone.records import Sample
 
 @dataclass(frozen=True)
 class Trained:
-    """`logprobs` before the step and `is_masked`, of the samples' targets, concatenated."""
+    """Values of a step's targets, concatenated over `samples`.
+
+    Attributes:
+        logprobs: by the trainer, before the step.
+        is_masked: True for tokens that the loss dropped or clipped.
+    """
 
     samples: list[Sample]
     logprobs: NDArray[np.float32]
@@ -50,7 +54,7 @@ Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]
 
 
 def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:
-    """Return the values by group and member; empty if not trained on or unreadable."""
+    """Return logprobs and masks by group and member; empty if not trained on or unreadable."""
     found: dict[tuple[int, int], Seen] = defaultdict(list)
     for file in sorted(directory.glob("trainer.*.safetensors")):
         try:

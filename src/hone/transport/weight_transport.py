@@ -39,7 +39,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
-        """Make this the version that receivers get; return its bytes."""
+        """Make this the version that receivers get; return its size in bytes."""
 
     def send_base(self, base: Tensors, broadcasts: Path) -> None:  # noqa: B027
         """Send an adapter's base weights, once before its first version."""
@@ -55,7 +55,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """A server's side; kept between versions."""
+    """The server's side; an instance is kept between versions."""
 
     @abstractmethod
     def receive_version(

@@ -1,12 +1,13 @@
 """CPU kernels compiled by numba, if it is installed (`hone-rl[cpu]`); plain torch is the fallback.
 
-torch's CPU operations each pass through memory once, and a small model's take less time than their
-calls. Compiled loops process a row in one pass: norms, rotary positions, SwiGLU, attention over the
-flat token axis, sampling, logprobs. They take addresses (`tensor.data_ptr()`), which are free to
-pass; the functions of `hone.kernels` that call them check layout and dtype.
+Each CPU operation of torch passes through memory once, and in a small model it takes less time than
+its call from Python. Compiled loops do all work on a row in one pass: norms, rotary positions,
+SwiGLU, attention over the flat token axis, sampling, logprobs. They receive addresses
+(`tensor.data_ptr()`), which cost nothing to pass; the functions of `hone.kernels` that call them
+check layout and dtype.
 
-Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library, and
-takes float32 only.
+Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library. It
+supports only float32.
 """
 
 import functools
@@ -27,7 +28,13 @@ if "numba" not in sys.modules:
 
 @dataclass(frozen=True)
 class Isa:
-    """Parameters of an instruction set: floats per vector, rows and vectors of a product's tile."""
+    """Vector and tile sizes for an instruction set.
+
+    Attributes:
+        lanes: floats per vector.
+        rows: rows of a matrix product's tile.
+        vectors: vectors per row of the tile.
+    """
 
     lanes: int
     rows: int
@@ -46,11 +53,11 @@ IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.instruc
 
 
 def words(device: str) -> str:
-    """Return a device type for log lines: a CPU with its kernels and threads."""
+    """Describe a device type for log lines; a CPU with its kernels and number of threads."""
     kernels = machine.instruction_set() if IS_AVAILABLE else "plain torch"
     return f"cpu ({kernels}, {torch.get_num_threads()} threads)" if device == "cpu" else device
 
 
 def takes(x: Tensor) -> bool:
-    """Return True if the compiled kernels support this tensor, which must not be empty."""
+    """Return True if the compiled kernels support this tensor: on a CPU, float32, not empty."""
     return IS_AVAILABLE and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0

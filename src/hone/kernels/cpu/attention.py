@@ -1,9 +1,9 @@
 """Causal attention over the flat token axis: sequences end to end, some continuing a shared prompt.
 
-A sequence is a row (start, length, prefix start, prefix length): its tokens see the prefix and what
-precedes them. The sequences that share a prefix, and the prefix itself, form a group. A group and a
-head are one task, so that a thread adds to the prefix's gradients without locks. Inside a task
-everything is a small matrix product on blocks that stay in the core's cache:
+A sequence is a row (start, length, prefix start, prefix length). Each of its tokens sees the
+prefix, and the sequence up to itself. A prefix and the sequences that share it form a group. A task
+computes one head of one group, so that it adds to the prefix's gradients without locks. Within a
+task everything is a small matrix product on blocks that stay in the core's cache:
 
     keys_EN (transposed, prefix | own, padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
 
@@ -43,7 +43,7 @@ _MASKED = _f(-1e30)
 
 @inlined
 def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
-    """out[padded x E] = x[count x E] * scale, then zeros."""
+    """Set out[padded x E] to x[count x E] * scale, followed by rows of zeros."""
     for i in range(count):
         for e in range(0, E, LANES):
             store(out, out_at + i * E + e, multiply(splat(scale), load(x, at + i * row + e)))
@@ -53,7 +53,10 @@ def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
 
 @inlined
 def copy_columns(x, at, row, count, padded, E, out, out_at, N):
-    """out[E x N], `padded` columns of it from `out_at` on: x[count x E] transposed, then zeros."""
+    """Write x[count x E] transposed into out[E x N], from column `out_at` on.
+
+    Zeros follow up to `padded` columns.
+    """
     whole = E // LANES * LANES if count >= LANES else 0
     for start in range(0, count if whole else 0, LANES):
         # The last vectors may hold some of those before them once more
@@ -70,7 +73,7 @@ def copy_columns(x, at, row, count, padded, E, out, out_at, N):
 
 @inlined
 def add_rows(x, at, count, E, out, out_at, row):
-    """out[count x E] += x[count x E]."""
+    """Add x[count x E] to out, whose rows are `row` floats apart."""
     for i in range(count):
         for e in range(0, E, LANES):
             there = out_at + i * row + e
@@ -79,7 +82,7 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 @inlined
 def longest(sequences, first, end):
-    """Return the most keys, padded to 16, and the most rows of a block over some sequences."""
+    """Return the most keys (padded to 16) and the most rows of a block in sequences first … end."""
     keys, most = 16, ROWS
     for s in range(first, end):
         _, length, _, P = sequences[s]
@@ -90,8 +93,10 @@ def longest(sequences, first, end):
 
 @inlined
 def score_rows(q, keys, W, first, rows, P, N, E, scores):
-    """Compute scores[rows x N] of query rows first … first + rows, masked up to the last tile.
-    keys: E x W.
+    """Compute the masked scores[rows x N] of query rows first … first + rows.
+
+    Columns are masked up to the end of the last tile that is needed; those beyond it are not
+    written. keys: E x W.
     """
     for r in range(0, rows, ROWS):
         columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
@@ -104,10 +109,12 @@ def score_rows(q, keys, W, first, rows, P, N, E, scores):
 
 @compiled
 def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsum):
-    """Compute out T x H x E and logsum T x H (of the scaled scores).
+    """Compute out T x H x E, and logsum T x H: the log-sum-exp of the scaled scores.
 
-    q, k, v: addresses, and floats from token to token. sequences: S x 4 as above; groups: G + 1
-    boundaries.
+    Args:
+        q, k, v: addresses; `q_row`, `k_row` and `v_row` are the floats from one token to the next.
+        sequences: S x 4 rows, as described in the module.
+        groups: G + 1 boundaries of groups of sequences.
     """
     scale = _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * H):

@@ -3,12 +3,13 @@
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-A task takes a block of rows through all steps between two that need all rows, so that intermediate
-values stay in a core's cache. Results have the same bits as the kernels that take one step each.
-Attention, and gradients of weights, need all rows.
+A task takes a block of rows through consecutive steps, so that intermediate values stay in a core's
+cache. Attention and the gradients of weights need all rows, so they are separate tasks. Results
+have the same bits as the kernels that compute one step each.
 
-All tensors are addresses of dense float32 memory. `one` is a 64-bit number; a literal 1 would
-compile kernels again. T tokens, D hidden, H query and K key heads of E, F feed-forward.
+All tensors are addresses of dense float32 memory. The variable `one` is a 64-bit 1: a literal 1 has
+another type, for which numba would compile the kernels again. Dimensions: T tokens, D hidden, H
+query heads and K key heads of size E, F feed-forward.
 """
 
 import numpy as np
@@ -35,15 +36,16 @@ FLOAT = 4  # bytes
 
 @inlined
 def times(top, end, N, K, a, packed, out, out_first):
-    """Multiply rows top … end of A (K wide) by a packed B (N wide); out begins with row
-    `out_first`.
+    """Multiply rows top … end of A (K wide) by a packed B (N wide).
+
+    `out` begins with row `out_first`.
     """
     multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, packed, out, out_first)
 
 
 @inlined
 def ask_for_rows(top, end, N, x):
-    """Prefetch rows of N in order; a product would read them six at a time."""
+    """Prefetch rows top … end of x (N wide) in order; a product would read them six at a time."""
     for i in range(top * N, end * N, LINE):
         prefetch(x, i)
 
@@ -106,7 +108,7 @@ def mix_forward(
     mixed,
     logsum,
 ):
-    """Compute the attention half.
+    """Compute the attention half of a block.
 
     Outputs: total T x D (x + delta; unused if delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x
     E, heads T x (H + K) x E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H.
@@ -231,7 +233,9 @@ def mix_backward(
     of_scales,
     of_weight,
 ):
-    """Compute gradients: of_x T x D, of_weight, and of_norm and of_scales in parts
+    """Compute the gradients of the attention half.
+
+    Outputs: of_x T x D, of_weight, and of_norm and of_scales as one part per block of rows
     (`row_kernels.py`).
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
@@ -305,8 +309,9 @@ def feed_rows(
 def feed_forward(
     T, D, A, F, eps, x, mixed, out, norm, gate_up, down, total, normed, rstd, hidden, active, delta
 ):
-    """Compute the feed-forward half. A = H E; total, normed, delta T x D; hidden T x 2F; active T x
-    F.
+    """Compute the second half of a block: output projection, norm and feed-forward.
+
+    A = H E. mixed T x A; total, normed, delta T x D; hidden T x 2F; active T x F.
     """
     one = np.int64(1)
     weights = (
@@ -399,7 +404,11 @@ def feed_backward(
     of_gate_up,
     of_down,
 ):
-    """Compute gradients: of_x T x D, of_mixed T x A, those of weights, and of_norm in parts."""
+    """Compute the gradients of `feed_forward`.
+
+    Outputs: of_x T x D, of_mixed T x A, the weights' gradients, and of_norm as one part per block
+    of rows (`row_kernels.py`).
+    """
     one = np.int64(1)
     weights = (
         packed_panels(A, D, out, A, one),

@@ -180,8 +180,9 @@ def note() -> dict[Call, None]:
 
 @contextlib.contextmanager
 def alone() -> Iterator[bool]:
-    """Hold a lock so that one process compiles at a time; yield True if something is to be compiled
-    and cached.
+    """Hold a lock so that one process compiles at a time.
+
+    Yields True if kernels have to be compiled and can be cached.
     """
     if not keeps():
         yield False

@@ -1,4 +1,4 @@
-"""Decode one token per sequence: attention over the pages of the cache, and the next draw."""
+"""Decode one token per sequence: attention over the pages of the KV cache, and sampling."""
 
 import numpy as np
 from numba import prange
@@ -136,10 +136,13 @@ def fetch(memory, at, lines):
 
 @inlined
 def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, out, out_at):
-    """Mix the values of a sequence's first L positions for one query: out H * E.
+    """Compute the attention output of one query token over a sequence's first L positions.
 
-    keys, values: the cache of a layer, pages x PAGE x K x E, PAGE a multiple of 16. next_pages:
-    where in `table` the next sequence begins.
+    Args:
+        keys, values: cache of a layer, pages x PAGE x K x E; PAGE is a multiple of 16.
+        pages: where in `table` the sequence's pages begin.
+        next_pages: where those of the next sequence begin, whose keys are prefetched.
+        out: H * E, from `out_at` on.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
@@ -275,8 +278,13 @@ def draw_row(
     advance,
     weights,
 ):
-    """Draw a slot's token from V logits at `at` and store it (`engine/token_sampler.py`). weights:
-    V numbers.
+    """Draw the next token of a row of `state` and store it (`engine/token_sampler.py`).
+
+    Args:
+        logits: V logits from `at` on.
+        plain: V logits for the logprob, if `has_plain`; else pass `logits`.
+        advance: 1 if this step stored the last token's keys, 0 after a prefill.
+        weights: scratch memory, V floats.
     """
     own = row * FIELDS
     count = get_integer(state, own + COUNT)

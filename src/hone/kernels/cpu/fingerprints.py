@@ -1,4 +1,4 @@
-"""Sums of words for fingerprints: one thread per stretch, nearly at memory bandwidth."""
+"""Sum tensors' words for fingerprints, one task per stretch, at nearly memory bandwidth."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,10 @@ from hone.kernels.fingerprint_tables import (
 
 @compiled
 def sums(count, table, odd, found):
-    """Sum each stretch: its 32-bit word i times (i * odd) | 1, all times the stretch's power.
-    Integers wrap.
+    """Compute the weighted sum of each stretch's 32-bit words; integers wrap.
+
+    Word i is multiplied by (i * odd) | 1, and the sum by the stretch's power. `table` has the rows
+    of `fingerprint_tables.stretches`.
     """
     for task in prange(count):
         row, factor, total = task * COLUMNS, np.int64(0), np.int64(0)
@@ -36,7 +38,7 @@ def sums(count, table, odd, found):
 
 
 class CpuTable(FingerprintTable):
-    """Table of 32-bit words. Nothing is computed before `sums`."""
+    """Fingerprint table of 32-bit words on a CPU; `sums` does all the work."""
 
     def __init__(self, words: Sequence[Tensor]) -> None:
         self.stretches, self.tensors = stretches(words, range(len(words))), len(words)

@@ -1,6 +1,6 @@
 """Muon's Newton-Schulz steps over many small matrices, one thread and core cache per matrix.
 
-Products take less time than waking another thread.
+A product of such matrices takes less time than waking another thread.
 
     y [M x N], M <= N, of norm 1 ─► gram = y y^T ─► p = b gram + c gram gram ─► y = a y + p y ─► …
 """
@@ -58,7 +58,10 @@ def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
 
 @compiled
 def orthogonal(count, table, steps, a, b, c):
-    """Orthogonalize matrices in place. `table`: a row of integers each."""
+    """Orthogonalize `count` matrices in place.
+
+    `table` has one row of int64s per matrix: columns ADDRESS … STEP_LONG.
+    """
     for task in prange(count):
         row = task * COLUMNS
         orthogonal_one(

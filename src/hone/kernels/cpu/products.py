@@ -3,14 +3,14 @@
     B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
 
-For gradients of weights, where A is transposed and K are tokens, a task packs what it needs of both
-as it goes along K.
+For gradients of weights, A is transposed and K counts tokens. A task then packs its part of A and B
+piece by piece along K.
 
 ROWS x WIDTH is 8 x 32 with AVX-512, 6 x 16 with AVX2, 8 x 8 with NEON.
 
 torch hands fp32 products to MKL, which keeps to AVX2 on AMD processors (half the speed of a core
-with AVX-512), or to oneDNN, which compiles code for every new number of tokens. Here a shape costs
-nothing to be new.
+with AVX-512), or to oneDNN, which compiles code for every new number of tokens. These kernels run
+new shapes without compiling.
 """
 
 import numpy as np
@@ -52,7 +52,10 @@ def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
 
 @inlined
 def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
-    """Pack WIDTH columns from `first` on, of K rows of B from b_at on, into a panel, zero-padded."""
+    """Pack WIDTH columns of B, from `first` on, into a zero-padded panel of K rows.
+
+    The rows of B begin at `b_at`.
+    """
     columns = min(WIDTH, N - first)
     if b_column == 1 and columns == WIDTH:
         for k in range(K):
@@ -79,7 +82,7 @@ def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
 
 @compiled
 def pack(N, K, b, b_row, b_column, packed):
-    """Pack B[K x N] into panels: packed (N / WIDTH, rounded up) x K x WIDTH. Addresses."""
+    """Pack B[K x N] into panels; `packed` has (N / WIDTH, rounded up) x K x WIDTH floats."""
     for panel in prange((N + WIDTH - 1) // WIDTH):
         pack_panel(K, N, panel * WIDTH, b, b_row, b_column, 0, packed, panel * K * WIDTH)
 
@@ -94,7 +97,7 @@ def packed_panels(N, K, b, b_row, b_column):
 
 @inlined
 def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first):
-    """Compute panels first … last of out = A times a packed B, of rows top … end.
+    """Multiply rows top … end of A by panels first … last of a packed B.
 
     `out` is N wide and begins with row `out_first`.
     """
@@ -116,16 +119,18 @@ def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first)
 
 @inlined
 def multiply_packed(rows, K, a, a_row, packed, out, out_row):
-    """Compute out = A[rows x K] times a packed B, in whole tiles and whole panels (out_row
-    columns).
+    """Multiply A[rows x K] by a packed B, in whole tiles and whole panels.
+
+    `out` is rows x out_row.
     """
     multiply_rows(0, rows, 0, out_row // WIDTH, out_row, K, a, a_row, packed, out, 0)
 
 
 @compiled
 def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
-    """Compute out M x N, dense. A[m, k] is a[m * a_row + k], B[k, n] is b[k * b_row + n *
-    b_column].
+    """Compute the dense product out = A B, M x N.
+
+    A[m, k] is a[m * a_row + k], B[k, n] is b[k * b_row + n * b_column].
     """
     panels, packed = (N + WIDTH - 1) // WIDTH, packed_panels(N, K, b, b_row, b_column)
     spans = (panels + PANELS - 1) // PANELS
@@ -138,7 +143,10 @@ def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
 
 @inlined
 def pack_rows(a, at, a_column, rows, held, K, packed):
-    """Pack `rows` adjacent rows of A into tiles of K x ROWS, ROOM apart. `held`: how many exist."""
+    """Pack `rows` adjacent rows of a transposed A into tiles of K x ROWS, ROOM floats apart.
+
+    `held`: number of rows that exist from the first one on.
+    """
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
         for _ in range(K):
@@ -154,9 +162,10 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
 
 @inlined
 def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
-    """Prefetch `lines` cache lines of what is packed next: `of_A` lines per row of A, then B.
+    """Prefetch `lines` cache lines of what is packed next, and return where to continue.
 
-    Returns the row and the line in it that follow.
+    Step k of the packing has `of_row` lines: `of_A` of A, then those of B. `row` is k, `line` a
+    line of it.
     """
     for _ in range(lines):
         if line < of_A:
@@ -171,7 +180,10 @@ def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
 
 @inlined
 def shares_of(M, N, threads):
-    """Divide the work into blocks of up to BLOCK_T rows and spans of columns that minimize packing."""
+    """Return the numbers of row blocks and column spans that minimize the work of packing.
+
+    A block has up to BLOCK_T rows.
+    """
     best = 1
     for d in range(2, threads + 1):
         if threads % d == 0 and M / d + N * d / threads < M / best + N * best / threads:
@@ -181,10 +193,10 @@ def shares_of(M, N, threads):
 
 @compiled
 def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
-    """Compute the same for A[m, k] at a[m + k * a_column] and B[k, n] at b[k * b_row + n].
+    """Compute out = A B, M x N, for a transposed A, with the same bits as `multiply`.
 
-    Results have the same bits. A task packs STRETCH rows of both, and prefetches the next while it
-    multiplies.
+    A[m, k] is a[m + k * a_column], B[k, n] is b[k * b_row + n]. A task packs STRETCH rows of both
+    at a time, and prefetches the next ones while it multiplies.
     """
     blocks, spans = shares_of(M, N, threads)
     panels = (N + WIDTH - 1) // WIDTH

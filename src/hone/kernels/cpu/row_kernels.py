@@ -1,7 +1,7 @@
-"""Norms, rotary positions and SwiGLU: all of a row's work in one pass.
+"""Norms, rotary positions and SwiGLU: all work on a row in one pass.
 
-Gradients of weights are summed in one part per block of rows, so that they do not depend on the
-number of threads.
+Gradients of weights are computed as one part per block of rows, so that their sum does not depend
+on the number of threads.
 """
 
 import numpy as np
@@ -31,7 +31,7 @@ _f = np.float32
 
 @inlined
 def block_of(T):
-    """Return the rows of a block: those of a product's task, fewer if there would be few blocks."""
+    """Return the rows per block: BLOCK_M, or fewer if there would be fewer than about 16 blocks."""
     return max(ROWS, min(BLOCK_M, T // 16 // ROWS * ROWS))
 
 
@@ -42,25 +42,23 @@ def blocks_of(T):
 
 @inlined
 def bounds(part, T):
-    """Return the first row of a block, and the end."""
+    """Return the first row of block `part`, and the row after its last."""
     return part * block_of(T), min(T, (part + 1) * block_of(T))
 
 
 def parts(T: int) -> int:
-    """Return in how many parts the gradient of a weight over T rows comes."""
+    """Return the number of parts in which the gradient of a weight over T rows is computed."""
     return -(-T // int(block_of.py_func(T)))
 
 
 def added_up(parts: Tensor) -> Tensor:
-    """Return the sum of the parts in order, with numpy, which is ten times faster than torch for
-    few.
-    """
+    """Sum the parts in order with numpy, for few parts ten times faster than torch."""
     return torch.from_numpy(parts.numpy().sum(axis=0))
 
 
 @inlined
 def _whole(n):
-    """So many of n numbers are whole vectors."""
+    """Return how many of n numbers fill whole vectors."""
     return n // LANES * LANES
 
 
@@ -78,7 +76,7 @@ def _rstd(x, at, n, eps):
 
 @inlined
 def add_row(x, at, delta, delta_at, n, out, out_at):
-    """Compute out = x + delta over n numbers; out may be either."""
+    """Compute out = x + delta over n numbers; `out` may be x or delta."""
     for i in range(0, _whole(n), LANES):
         store(out, out_at + i, add(load(x, at + i), load(delta, delta_at + i)))
     for i in range(_whole(n), n):
@@ -98,7 +96,7 @@ def norm_row(x, at, D, eps, weight, out, out_at):
 
 @inlined
 def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
-    """Normalize, scale and rotate one head; return its rstd. scale 0: rotate only."""
+    """Normalize, scale and rotate one head; return its rstd. With scale 0, only rotate."""
     half, r = E // 2, _f(1) if scale == 0 else _rstd(x, at, E, eps)
     for e in range(0, _whole(half), LANES):
         first, second = load(x, at + e), load(x, at + half + e)
@@ -138,7 +136,10 @@ def swiglu_row(gate_up, at, F, out, out_at):
 
 @inlined
 def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
-    """Compute sums = x + delta and out = sums * rstd * weight of rows top … end (delta 0: no sums)."""
+    """Compute sums = x + delta and out = sums * rstd * weight for rows top … end.
+
+    With delta 0, x itself is normalized and `sums` is not written.
+    """
     for t in range(top, end):
         if delta != 0:
             add_row(x, t * D, delta, t * D, D, sums, t * D)
@@ -149,9 +150,10 @@ def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
 def add_norm_rows_backward(
     top, end, D, grad, grad_at, grad_sums, sums, weight, rstd, grad_x, grad_weight, at
 ):
-    """Compute gradients of x (and delta), and of the weight by these rows: D numbers at `at`.
+    """Compute the gradient of x (and delta), and these rows' part of the weight's gradient.
 
-    grad_sums may be 0: none. The gradient of row `top` is at grad_at.
+    The part is D numbers at `at`. grad_sums: the gradient of `sums`, or 0 if there is none.
+    grad_at: where the gradient of row `top` begins in `grad`.
     """
     of_weight, whole = np.zeros(D, np.float32), _whole(D)
     for t in range(top, end):
@@ -181,8 +183,9 @@ def add_norm_rows_backward(
 
 @inlined
 def norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd):
-    """Normalize, scale and rotate the first H + K heads of qkv T x (H + 2K) x E: out T x (H + K) x
-    E.
+    """Normalize, scale and rotate the query and key heads of rows top … end.
+
+    These are the first H + K heads of qkv T x (H + 2K) x E; out is T x (H + K) x E.
     """
     for t in range(top, end):
         for n in range(H + K):
@@ -215,7 +218,10 @@ def norm_rope_rows_backward(
     grad_scales,
     at,
 ):
-    """Compute gradients of qkv T x (H + 2K) x E, and of both scales by these rows: 2 x E at `at`."""
+    """Compute the gradient of qkv, and these rows' part of both scales' gradients.
+
+    qkv: T x (H + 2K) x E. The part is 2 x E numbers at `at`.
+    """
     half = E // 2
     whole, turned, of_scales = _whole(half), np.empty(E, np.float32), np.zeros(2 * E, np.float32)
     for t in range(top, end):
@@ -302,7 +308,7 @@ def swiglu_row_backward(F, grad, grad_at, gate_up, at, out):
 
 @compiled
 def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
-    """Compute `add_norm_rows` for all rows. T x D, weight D, rstd T."""
+    """Compute `add_norm_rows` for all rows: x, delta, sums, out T x D; weight D; rstd T."""
     eps = _f(eps)
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
@@ -311,7 +317,7 @@ def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
 
 @compiled
 def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_weight):
-    """Compute gradients of x (and delta) T x D, and of weight in parts(T) x D."""
+    """Compute the gradients of x (and delta), T x D, and of the weight, parts(T) x D."""
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         add_norm_rows_backward(
@@ -331,7 +337,7 @@ def norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rst
 def norm_rope_backward(
     T, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin, rstd, grad_qkv, grad_scales
 ):
-    """Compute gradients of qkv T x (H + 2K) x E and of both scales: parts(T) x 2 x E."""
+    """Compute the gradients of qkv T x (H + 2K) x E and of both scales, parts(T) x 2 x E."""
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         norm_rope_rows_backward(

@@ -43,7 +43,7 @@ Emit = Callable[..., Any]
 
 
 def _operation(emit: Emit, result: types.Type, *arguments: types.Type) -> tuple[Any, Any]:
-    """Return an intrinsic's signature and code, from code that takes the builder and its arguments."""
+    """Return an intrinsic's signature and code generator, from `emit(builder, *values)`."""
     return result(*arguments), lambda context, builder, signature, values: emit(builder, *values)
 
 
@@ -255,9 +255,9 @@ def largest(typing: Any, x: Any) -> Any:
 def exp(typing: Any, x: Any) -> Any:
     """Return e^x of a scalar or of lanes, in fp32, without a branch, at most 2 ulp off.
 
-    x = n ln 2 + r, e^r by the polynomial of Cephes' expf. Below -87 it is 0, above 88 it is e^88.
-    The 0 is for speed: a masked score would be 1e-38, a share of it a denormal, which costs Intel's
-    processors a hundred cycles.
+    x = n ln 2 + r, with e^r by the polynomial of Cephes' expf. Below -87 the result is 0, above 88
+    it is e^88. The 0 saves time: otherwise a masked score would give 1e-38 and its products would
+    be denormals, which cost Intel's processors a hundred cycles each.
     """
 
     def emit(builder: Any, a: Any) -> Any:
@@ -496,10 +496,10 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
 
 
 def _as_it_is(builder: Any, address: Any) -> Any:
-    """Return an address that the compiler cannot analyze.
+    """Return the address in a form that the compiler cannot analyze.
 
-    Otherwise it steps through A's rows with dependent additions, which take as long as the
-    arithmetic with AVX2.
+    Otherwise the compiler steps through A's rows by dependent additions, which with AVX2 take as
+    long as the arithmetic.
     """
     whole = builder.ptrtoint(address, ir.IntType(64))
     hidden = builder.asm(

@@ -1,17 +1,18 @@
-"""A whole small model in one call, instead of about 60.
+"""Run a whole small model in one call, instead of about 60.
 
-A task is a block of tokens that goes through all layers in the cache of a core, so that no thread
-waits for another.
+A task takes a block of tokens through all layers in the cache of one core, so that no thread waits
+for another.
 
     tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─ head ─►
                          └────────────────────────────────────┴──────────────────────────────────┘
 
-A task has the newest tokens of some sequences, or the stretches of some prompts, in order: a token
-sees what its own block and those before it have put into the cache. Sequences that decode may take
-several steps in one call: a task draws the tokens of some of its sequences and continues with them;
-when one is done, the next takes its place. The data of some sequences stays in a core's cache from
-step to step where that of all would not. Norms, products, heads and draws are those of the
-layer-by-layer kernels.
+The tokens of a task are the newest tokens of some sequences, or stretches of some prompts in order:
+a token sees the keys and values that its own block and earlier blocks have put into the cache.
+
+Sequences that decode may take several steps in one call. A task samples the next tokens of a few of
+its sequences and continues with these; when one is done, the next sequence takes its place. The
+data of a few sequences stays in a core's cache from step to step; the data of all would not. Norms,
+products, heads and sampling are those of the layer-by-layer kernels.
 """
 
 import numpy as np
@@ -59,9 +60,17 @@ def _add(x, D, delta, row, rows):
 def _go_on(count, own, left, most, following, end, steps, active, state, table_row, tokens, first):
     """Put the newest tokens of continuing sequences into the token table from `first` on.
 
-    own, left: slots of the `count` current sequences and the steps left for each. A finished one
-    makes room for the next of `active`, up to `end`. Returns the number of tokens and the next
-    sequence.
+    A finished sequence is replaced by the next unfinished one of `active`, up to index `end`.
+
+    Args:
+        count: number of current sequences.
+        own: their rows of `state`.
+        left: steps left for each.
+        most: largest number of sequences at a time.
+        following: index in `active` of the next sequence.
+
+    Returns:
+        The number of tokens, and the new `following`.
     """
     kept = 0
     for i in range(count):
@@ -113,10 +122,10 @@ def _block(
     delta,
     query,
 ):
-    """Take `rows` tokens from `top` on through all layers; return how many logits are wanted.
+    """Run `rows` tokens from `top` on through all layers; return how many have logits.
 
-    Their logits are the first rows of `wide`, V padded; `results` says whose. Other arguments are
-    scratch memory for a block.
+    Their logits are the first rows of `wide`, V padded; `results` has the RESULT column of their
+    tokens. The arguments after it are scratch memory for a block.
     """
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
     for m in range(rows):
@@ -238,13 +247,17 @@ def run(
 ):
     """Run all tasks: write keys and values to the cache, and compute logits or decode steps.
 
-    If steps is 0, logits x V go to `out` for the tokens that have a row there. Else each sequence
-    of `active` takes up to `steps` steps, `window` sequences of a task at a time; `tokens` is
-    scratch memory.
+    If `steps` is 0, the tokens with a result row get logits in `out` (rows x V). Otherwise each
+    sequence of `active` takes up to `steps` decode steps, `window` sequences of a task at a time,
+    and `tokens` is scratch memory.
 
-    Task i has the tokens, or sequences, firsts[i] … firsts[i + 1]; tokens x COLUMNS. addresses:
-    layers x ADDRESSES, weights packed (`products.pack`), as is the head. cos, sin: whole tables,
-    positions x E. From `state` on the arguments are those of `decode.draw`.
+    Args:
+        firsts: task i has the tokens, or sequences, firsts[i] … firsts[i + 1].
+        tokens: rows of COLUMNS int64s.
+        addresses: layers x ADDRESSES; weights are packed (`products.pack`), as is `head`.
+        cos, sin: whole tables, positions x E.
+
+    The arguments from `state` on are those of `decode.draw`.
     """
     eps, N, padded = _f(eps), (H + 2 * K) * E, _padded(V)
     for task in prange(tasks):

@@ -2,14 +2,14 @@
 
 A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts: each is
 launched with programmatic dependent launch (PDL), so that its blocks start while the kernel before
-it runs. `wait` blocks until that kernel is complete and visible, then lets the next one start. Some
-kernels let the next one start before they wait (`wait_beside_next`), so that later kernels may run
-too. So before its own `wait` a kernel touches nothing that its step has written, only weights,
-which it prefetches into the L2 cache, and data from before the step: the active slots, their
-tokens, and earlier keys and values.
+it runs. `wait` blocks until that kernel is complete and its results are visible, then lets the next
+kernel start. Some kernels let the next one start before they wait (`wait_beside_next`), so that
+even later kernels may run. Before its own `wait` a kernel therefore touches nothing that its step
+has written. It may touch weights, which it prefetches into the L2 cache, and data from before the
+step: the active slots, their tokens, and earlier keys and values.
 
-They take half precision. Those of `training_kernels.py` and `attention.py` compute gradients, for
-`kernels/gpu_training.py` and `kernels/head.py`.
+The kernels take half precision. Those in `training_kernels.py` and `attention.py` compute
+gradients, for `kernels/gpu_training.py` and `kernels/head.py`.
 """
 
 import functools
@@ -42,7 +42,7 @@ MANY_TOKENS, SMALL_WEIGHT = (128, 7 * 2**20)
 
 @dataclass(frozen=True)
 class Scaled:
-    """The partial norm of a residual stream x, T x D, made by the kernel that adds to the stream."""
+    """Unfinished RMS norm of a residual stream x, T x D, made by the kernel that adds to x."""
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
     squares_TP: Tensor  # parts of the sum of x * x over D, fp32
@@ -61,12 +61,12 @@ def _copies_to_shared_memory() -> bool:
 
 
 def takes(x: Tensor) -> bool:
-    """Return True if the Triton kernels support this tensor."""
+    """Return True if the kernels without gradients support this tensor, and gradients are off."""
     return has_kernels(x) and not torch.is_grad_enabled()
 
 
 def trains(x: Tensor) -> bool:
-    """Return True if the kernels with gradients support this tensor."""
+    """Return True if the kernels with gradients support this tensor, and gradients are on."""
     return has_kernels(x) and torch.is_grad_enabled()
 
 
@@ -83,7 +83,7 @@ def has_dependent_launch() -> bool:
 
 @functools.cache
 def processors() -> int:
-    """Return the number of multiprocessors."""
+    """Return the number of the GPU's multiprocessors, 1 without a GPU."""
     return (
         torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 1
     )
@@ -99,12 +99,12 @@ def shared_memory() -> int:
 
 
 def memory_share(width: int, rows: int) -> int | None:
-    """Return the percentage of a multiprocessor's fast memory used as shared memory in small decode
-    steps.
+    """Return the percentage of fast memory that small decode steps use as shared memory.
 
-    The rest is cache; None leaves it to the driver. Attention reads keys and values through shared
-    memory, products read weights through the cache; both use one percentage, so that one can start
-    while the other runs. As measured (benchmarks/kernels/tiles.py), by the width of the model.
+    The rest of a multiprocessor's fast memory is cache; None leaves the choice to the driver.
+    Attention reads keys and values through shared memory, products read weights through the cache.
+    All use one percentage, since a kernel with another one cannot start while the previous one
+    runs. The values depend on the width of the model, as measured (benchmarks/kernels/tiles.py).
     """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
@@ -112,13 +112,16 @@ def memory_share(width: int, rows: int) -> int | None:
 
 
 def stages_of(wanted: int, rows: int, inner: int) -> int:
-    """Return how many of the `wanted` stages of a half-precision tile fit into shared memory."""
+    """Return `wanted` pipeline stages, or as many as fit into shared memory.
+
+    A stage holds rows x inner half-precision numbers.
+    """
     room = shared_memory() - 2**14  # for what becomes of a tile
     return min(wanted, room // (2 * rows * inner))
 
 
 def options(warps: int) -> dict[str, int | bool]:
-    """Return launch options, and the PDL constant of a kernel."""
+    """Return a kernel's launch options for this number of warps, and its constant PDL."""
     is_early = has_dependent_launch()
     return {"num_warps": warps, "PDL": is_early, **({"launch_pdl": True} if is_early else {})}
 
@@ -149,8 +152,9 @@ def takes_head(hidden_TD: Tensor) -> bool:
 
 
 def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if a product is so small that Hone's kernel, which starts early, is faster than
-    torch's.
+    """Return True if Hone's kernel, which starts early, is faster than torch's product here.
+
+    It is for small weights and a medium number of rows.
     """
     is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
     is_small = weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0
@@ -158,11 +162,10 @@ def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if products of these rows fuse the surrounding operations
-    (`few_row_products.py`).
+    """Return True if products of so few rows fuse the operations around them.
 
-    Such products multiply hidden states by a norm's weight before dividing by their size, which may
-    overflow float16.
+    See `few_row_products.py`. Such products multiply hidden states by a norm's weight before they
+    divide by the root mean square; that may overflow float16, so only bfloat16 is accepted.
     """
     columns, inner = weight_OI.shape
     most = 2 * FUSED_TOKENS if min(columns, inner) <= FUSED_WIDTH else FUSED_TOKENS
@@ -176,10 +179,10 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
-    """Return into how many parts a product of few tokens cuts its inner dimension, and the tile
-    width.
+    """Return the number of parts of the inner dimension, and the tile width, of a product.
 
-    The parts occupy all multiprocessors. As measured (benchmarks/kernels/tiles.py).
+    For few tokens the parts occupy all multiprocessors, as measured (benchmarks/kernels/tiles.py).
+    The number is 1 where splitting does not apply.
     """
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):

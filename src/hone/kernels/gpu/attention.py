@@ -1,16 +1,15 @@
-"""Causal attention over sequences laid end to end, with gradients: flash attention (Dao 2023) for
-grouped heads.
+"""Flash attention (Dao 2023) with gradients, for grouped heads and sequences laid end to end.
 
     forward      a tile of queries ─ over the keys before it ─► out, log of the sum of exponentials (base 2)
     backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
                  a tile of queries ─ over the keys before it ─► dq
 
-Sums have a fixed order: the same step gives the same bits. A tile belongs to one sequence; those
-with most work come first. Sequences may continue an earlier prefix that others share (`tiles`):
-their queries see its keys, and its keys receive gradients from the queries of all of them. Where
-these are so many that one program would run longer than all others, several programs take a part
-each, and their sums are added afterwards. Shapes: T tokens, H query heads, K key/value heads, E
-head size.
+Sums have a fixed order: the same step gives the same bits. A tile belongs to one sequence; tiles
+with most work come first. A sequence may continue an earlier prefix that it shares with others
+(`tiles`): its queries see the prefix's keys, and these receive gradients from the queries of all
+sequences of the group. If a tile of keys has so many queries that one program would run longer than
+all others, several programs take a part of the queries each, and their results are added
+afterwards. Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
 
 from dataclasses import dataclass
@@ -34,8 +33,16 @@ SHARES, LEAST = (64, 512)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Rows of int32. The sequence from `start` on may belong to a group, and then also sees its
-    prefix's keys.
+    """Tiles of sequences for the kernels: rows of int32, those with most work first.
+
+    A sequence that belongs to a group also sees the keys of the group's prefix.
+
+    Attributes:
+        of_queries: tiles of queries.
+        of_keys: tiles of keys, or parts of them that different programs process.
+        of_sums: tiles of keys whose parts are added afterwards.
+        parts: number of such parts.
+        has_prefixes: True if any sequence has a prefix.
     """
 
     of_queries: Tensor  # start, length of the sequence, index of the tile, start and length of the prefix, 0
@@ -46,10 +53,12 @@ class Tiles:
 
 
 def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> Tiles:
-    """Build tiles of sequences, rows of (start, length, prefix start, prefix length).
+    """Build the tiles of sequences for the attention kernels.
 
-    `groups` has the start of each group and the end; the first sequence of a group is the prefix of
-    the others.
+    Args:
+        rows: S x 4: start, length, prefix start, prefix length of each sequence.
+        groups: first row of each group, and the number of rows; the first sequence of a group is
+            the prefix of the others.
     """
     starts, lengths, prefixes, prefix_lengths = rows.T
     ends = starts + lengths
@@ -95,7 +104,7 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
 
 @triton.jit
 def attend(logits, scale, v_NE, top, size, sum_ME):
-    """Add one tile of keys to a running softmax: highest logits, sum of exponentials, mixed values.
+    """Add one tile of keys to a running softmax: top logit, sum of exponentials, weighted values.
 
     `scale` turns logits into base 2.
     """
@@ -128,10 +137,11 @@ def forward_kernel(
     N: tl.constexpr,
     PREFIX: tl.constexpr,
 ):
-    """Compute a tile of M queries of head h. `scale`: to base-2 logits; *_row: strides of tokens.
+    """Compute the attention output of a tile of M queries of head h.
 
-    Keys come N at a time from position 0 on, prefix or own, so that a query's numbers have the bits
-    of decoding (`ordered_kernel` in decode.py).
+    `scale` turns logits into base 2; *_row are strides between tokens. Keys come N at a time from
+    position 0 on, first the prefix's, so that a query's result has the same bits as in decoding
+    (`ordered_kernel` in decode.py).
     """
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
@@ -182,7 +192,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
-    """Compute the sum of out x grad of each head of token t, H x T."""
+    """Compute the inner product of out and grad for each head of token t: H x T."""
     t = tl.program_id(0).to(tl.int64)
     n, e = tl.arange(0, N), tl.arange(0, E)[None, :]
     row = (t * H + n)[:, None] * E + e
@@ -343,8 +353,9 @@ def queries_backward_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return mixed values T x H x E and log sums H x T, of q T x H x E, k and v T x K x E (strided
-    tokens).
+    """Return attention outputs T x H x E, and log-sum-exps (base 2) H x T.
+
+    q: T x H x E; k, v: T x K x E; tokens may be strided.
     """
     T, H, E = q.shape
     out, logsum = q.new_empty(T, H, E), q.new_empty(H, T, dtype=torch.float32)

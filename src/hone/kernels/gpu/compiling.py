@@ -42,7 +42,10 @@ log = logging.getLogger("hone")
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Context manager that ends once all is compiled. Nothing else may launch kernels meanwhile."""
+    """Context manager in which launches compile kernels and run none; exits when all are compiled.
+
+    Nothing else may launch kernels meanwhile.
+    """
     if not gpu.IS_AVAILABLE or not torch.cuda.is_available():
         yield
         return
@@ -183,7 +186,7 @@ def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str,
 
 
 def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
-    """Wait until a process has put the kernel into the cache, or failed to."""
+    """Send a job to a compiling process, and wait until it has finished or failed."""
     try:
         to.write(job)
         to.flush()
@@ -193,7 +196,10 @@ def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
 
 
 def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
-    """Compile requested kernels until there are no more."""
+    """Compile the kernels requested through `jobs` until it is closed.
+
+    Writes DONE to `results` when ready for the first kernel, and after each.
+    """
     import triton
 
     while True:

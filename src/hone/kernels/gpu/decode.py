@@ -52,11 +52,11 @@ def _mix(
     TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Accumulate softmax(q k) v of C queries over positions first … L: top C, weight C, acc E x C
-    (undivided).
+    """Add positions first … L to the running softmax attention of C queries; return its state.
 
-    Queries are columns (q is E x C): a sequence has few per k/v head, and a matrix product's
-    columns can be as few as 8.
+    The state is top C (highest score), weight C (sum of exponentials) and acc E x C (not yet
+    divided by weight). Queries are columns (q is E x C): a sequence has few per k/v head, and a
+    matrix product's columns can be as few as 8.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
     for start in tl.range(first, L, TILE, num_stages=STAGES):
@@ -103,8 +103,9 @@ def _with_parts(
     PARTS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Return the state of _mix with the partial results of these `rows`, PARTS x C, added if
-    `taken`.
+    """Add partial results to the state of _mix and return it.
+
+    `rows`, PARTS x C: their rows; those where `taken` is False are left out.
     """
     s, e = tl.arange(0, PARTS), tl.arange(0, E)[:, None]
     # Not from the L1 cache, which does not know what others have written.
@@ -150,8 +151,9 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute mixed values of batch row b, out B x (H * E): PARTS shared stretches and its own
-    pages.
+    """Compute the attention output of batch row b, from PARTS shared stretches and its own pages.
+
+    out: B x (H * E).
     """
     G: tl.constexpr = H // K
     # Heads of a sequence lie side by side, and run so
@@ -215,7 +217,11 @@ def shared_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Process stretch i: full pages stretches[i, 0] … stretches[i, 1] of the batch rows members[i]."""
+    """Compute the partial results of one stretch of shared pages for its batch rows.
+
+    Stretch i has the pages stretches[i, 0] … stretches[i, 1] of the page tables of batch rows
+    members[i].
+    """
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
     head, i = tl.program_id(0), tl.program_id(1)
@@ -278,11 +284,10 @@ def ordered_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute mixed values of batch row b in the order of training's forward_kernel
-    (`attention.py`).
+    """Compute the attention output of batch row b in the order of sums of training.
 
-    The queries of a k/v head are rows of a tile of M, and one warp adds what four warps add there
-    for their own rows.
+    Its order is that of `forward_kernel` (`attention.py`). The queries of a k/v head are rows of a
+    tile of M. One warp adds here what each of four warps adds there for its own rows.
     """
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -351,11 +356,17 @@ def decode(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """Return mixed values B x (H * E) of one new token per row, and write its keys and values to
-    the cache.
+    """Return the attention outputs of one new token per row; write its k and v to the cache.
 
-    keys, values: pages x PAGE x K x E. is_long: use blocks for long sequences. divided: given if
-    several blocks read one sequence and no pages are shared. width: of the residual stream.
+    Outputs are B x (H * E).
+
+    Args:
+        qkv: B x (H + 2K) x E, the projection before norm and rotary positions.
+        keys, values: pages x PAGE x K x E.
+        shared: pages that several sequences share, if any.
+        divided: given if several blocks read one sequence and no pages are shared.
+        is_long: use tile sizes for long sequences.
+        width: of the residual stream.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:

@@ -50,7 +50,7 @@ def _ask(
     WARPS: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Start loading keys and values of positions first … end, zeros beyond."""
+    """Start to load keys and values of positions first … end into shared memory, zeros beyond."""
     gl.static_assert(PAGE % TOKENS == 0, "what a warp has of a tile lies in one page")
     LANES: gl.constexpr = min(E // VECTOR, 32)
     of_copies: gl.constexpr = gl.BlockedLayout(
@@ -68,7 +68,7 @@ def _ask(
 
 @gluon.jit
 def _repeated(x, times: gl.constexpr):
-    """Return all rows of x `times` times, a power of 2."""
+    """Repeat all rows of x `times` times; `times` is a power of 2."""
     if times > 1:
         twice = gl.reshape(gl.permute(gl.join(x, x), [2, 0, 1]), [2 * x.shape[0], x.shape[1]])
         rows = _repeated(twice, times // 2)
@@ -79,7 +79,7 @@ def _repeated(x, times: gl.constexpr):
 
 @gluon.jit
 def _first_rows(x, C: gl.constexpr):
-    """Return the first C of all or twice as many rows, in the middle of three dimensions."""
+    """Return the first C rows of x, which has C or 2C rows in its middle dimension."""
     if x.shape[1] > C:
         rows, _ = gl.split(gl.permute(gl.reshape(x, [x.shape[0], 2, C, x.shape[2]]), [0, 2, 3, 1]))
     else:
@@ -89,7 +89,10 @@ def _first_rows(x, C: gl.constexpr):
 
 @gluon.jit
 def _turned(half, other_half, own, other, eps, E: gl.constexpr, NORM: gl.constexpr):
-    """Normalize, scale and rotate heads (rows of E): x * own + other_half * other."""
+    """Normalize and rotate heads (rows of E): half * own + other_half * other.
+
+    `own` and `other` are cosines and signed sines, multiplied by the head's scales.
+    """
     x, y = half.to(gl.float32), other_half.to(gl.float32)
     if NORM:
         rstd = gl.rsqrt(gl.sum(x * x, axis=1) / E + eps)[:, None]
@@ -129,12 +132,11 @@ def alone_kernel(
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute mixed values of the new token of batch row b, out B x (H * E); its k and v go into
-    the cache.
+    """Compute batch row b's attention output for its new token; store the token's k and v.
 
-    A block handles one of PARTS stretches of the sequence; the last one includes the new token. C:
-    a power of 2 that fits the queries of a k/v head. `arrived` counts finished blocks and is reset
-    to 0. SHARE: see `set_memory_share`.
+    out: B x (H * E). A block handles one of PARTS stretches of the sequence; the last one includes
+    the new token. C: a power of 2, at least the queries of a k/v head. `arrived` counts finished
+    blocks and is reset to 0. SHARE: see `set_memory_share`.
     """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
@@ -315,7 +317,7 @@ def alone_kernel(
 
 @gluon.jit
 def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
-    """Merge P results with another one: top and weight C, sum E x C."""
+    """Merge P partial results with one more: tops and weights P x C, sums P x E x C."""
     of_tops: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_PEC.type.layout))
     best_C = gl.maximum(gl.convert_layout(gl.max(tops_PC, axis=0), of_tops, True), top_C)
     in_stats: gl.constexpr = gl.SliceLayout(0, tops_PC.type.layout)
@@ -341,8 +343,9 @@ TALL = Blocks(4, 2, TOKENS=32)  # for one block a multiprocessor, of sequences t
 
 
 def matters_length(*shape: int) -> bool:
-    """Return True if blocks of this shape (see `blocks_of`) differ between long and short
-    sequences.
+    """Return True if long sequences have other tile sizes than short ones.
+
+    `shape`: the arguments of `blocks_of` but the last.
     """
     return blocks_of(*shape, False) != blocks_of(*shape, True)
 
@@ -350,11 +353,14 @@ def matters_length(*shape: int) -> bool:
 def blocks_of(
     blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool
 ) -> Blocks:
-    """Return tile sizes for this number of blocks and sequences (`rows`), as measured
-    (benchmarks/kernels/tiles.py).
+    """Return the tile sizes of alone_kernel, as measured (benchmarks/kernels/tiles.py).
 
-    `queries`: per k/v head; `width`: of the model; `is_long`: for long sequences, where that
-    matters.
+    Args:
+        blocks: number of blocks of the launch.
+        rows: number of sequences.
+        width: of the model.
+        queries: per k/v head.
+        is_long: choose for long sequences, where that matters.
     """
     per_processor = blocks / gpu.processors()
     if queries > MOST_QUERIES:
@@ -382,8 +388,11 @@ def _fitting(cut: Blocks, head_size: int) -> Blocks:
 
 @dataclass(frozen=True)
 class Divided:
-    """Number of blocks per sequence and k/v head, and how many have finished, which is 0 between
-    kernels.
+    """Division of each sequence among several blocks.
+
+    Attributes:
+        parts: blocks per sequence and k/v head.
+        arrived: how many of them have finished; 0 between kernels.
     """
 
     parts: int
@@ -407,7 +416,7 @@ def attend_alone(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """Do the work of `decode.decode` where each sequence reads its pages by itself."""
+    """Compute `decode.decode` for sequences that each read all of their pages themselves."""
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out, C = qkv.new_empty(B, H * E), power_of_2(H // K)

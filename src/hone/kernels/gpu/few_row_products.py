@@ -69,11 +69,11 @@ def held_kernel(
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute tile (m, n), R x BN, of x M x K times w N x K transposed, and the operations around
-    it.
+    """Compute tile (m, n), R x BN, of x w^T, with the operations before and after the product.
 
-    K is COUNT times WARPS stretches of BK. A warp requests HELD of its COUNT before the previous
-    kernel ends, and AHEAD of x right after. Around the product, in this order:
+    x is M x K, w is N x K. K is COUNT times WARPS stretches of BK. Of its COUNT stretches of w, a
+    warp requests HELD before the previous kernel ends; right after, it requests AHEAD of x. Around
+    the product, in this order:
 
         SQUARES   x is that of a `Scaled`: divide by its root mean square, of P sums of squares per row
         bias
@@ -264,8 +264,9 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """Return x W^T + b of a norm x, T x O; with `is_swiglu` silu(g) * u. For what `gpu.is_few`
-    accepts.
+    """Return x W^T + b of a normalized x, T x O; with `is_swiglu`, silu(gate) * up of it.
+
+    Only for inputs that `gpu.is_few` accepts.
     """
     return _product(normed, weight, bias, is_swiglu)[0]
 
@@ -278,9 +279,9 @@ def few_onto(
     norm: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Scaled | None]:
-    """Return residual + x W^T + b, T x O, and its norm if a norm's weight is given.
+    """Return residual + x W^T + b, T x O, and its norm (`Scaled`) if a norm's weight is given.
 
-    For what `gpu.is_few` accepts.
+    Only for inputs that `gpu.is_few` accepts.
     """
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
     out, made = _product(x, weight, bias, onto=(residual, weight if norm is None else norm, eps))

@@ -1,4 +1,7 @@
-"""Fingerprints of all weights, or of those that are ready, reading memory once."""
+"""Sum tensors' words for fingerprints on a GPU, reading memory once.
+
+Tensors can be summed as soon as they are ready, before all others are.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,9 +28,9 @@ def weighed(word, factor):
 def fingerprint_kernel(
     stretches, found, odd, WORD: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum one stretch of one tensor into its place of `found`.
+    """Add one stretch's sum to the entry of its tensor in `found`.
 
-    stretches: rows (`kernels/fingerprint_tables.py`).
+    `stretches` has the rows of `kernels/fingerprint_tables.py`.
     """
     row = stretches + COLUMNS * tl.program_id(0)
     words = tl.multiple_of(tl.load(row + ADDRESS).to(tl.pointer_type(WORD)), 16) + tl.arange(

@@ -20,9 +20,10 @@ def wait(PDL: tl.constexpr):
 
 @triton.jit
 def wait_beside_next(PDL: tl.constexpr):
-    """Wait, but let the next kernel start at once and prefetch weights or cache entries.
+    """Let the next kernel start at once, then wait for the previous one.
 
-    For kernels after which the next one touches nothing of this step before its own `wait`.
+    The next kernel may then prefetch weights or cache entries. Use this only if the next kernel
+    touches nothing of this step before its own `wait`.
     """
     let_next_start(PDL)
     wait_only(PDL)
@@ -42,10 +43,9 @@ def wait_only(PDL: tl.constexpr):
 
 @triton.jit
 def prefetch(rows, size, LINES: tl.constexpr):
-    """Prefetch the first LINES x 128 bytes of half-precision rows of `size` numbers into the L2
-    cache.
+    """Prefetch the first LINES x 128 bytes of each row into the L2 cache.
 
-    `rows`: a column of the rows' addresses.
+    `rows`: a column of the addresses of half-precision rows, each of `size` numbers.
     """
     address = rows + tl.minimum(tl.arange(0, LINES) * 64, size - 1)[None, :]
     tl.inline_asm_elementwise(
@@ -59,12 +59,11 @@ def prefetch(rows, size, LINES: tl.constexpr):
 
 
 def set_memory_share(kernel, percent):
-    """Set the percentage of fast memory used as shared memory for a compiled kernel's next
-    launches.
+    """Set the percentage of fast memory that a kernel's next launches use as shared memory.
 
-    None leaves it to the driver. Use one number per kernel: kernels that should differ have a
-    constant SHARE. A kernel with another percentage than the previous one starts only when that has
-    ended.
+    None leaves it to the driver. A compiled kernel keeps its first percentage; the constant SHARE
+    makes kernels with different percentages compile separately. A kernel with another percentage
+    than the previous one starts only when that one has ended.
     """
     # There is no function before it is loaded; `getattr` would wait until it is compiled.
     function = None if kernel is None else vars(kernel).get("function")

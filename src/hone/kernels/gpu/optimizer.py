@@ -25,7 +25,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: 
 
 @triton.jit
 def at_random(x, draws):
-    """Round x to bfloat16 up or down by 16 random bits."""
+    """Round x to bfloat16 stochastically, by 16 random bits."""
     bits = x.to(tl.uint32, bitcast=True) + (draws & 0xFFFF)
     return (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
 
@@ -52,8 +52,11 @@ def adamw_kernel(
 ):
     """Update one block of one portion of a tensor.
 
-    blocks P x 2: portion and block number; tensors N x 8: addresses of a portion, its length, its
-    tensor, and its offset in that. size: learning rate over the first moment's correction.
+    Args:
+        tensors: N x 8: addresses of a portion of weight, master, both moments and gradient; its
+            length; the number of its tensor; its offset in that tensor.
+        blocks: P x 2: portion and block number.
+        size: learning rate divided by the first moment's correction.
     """
     i = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     row = tensors + tl.load(blocks + 2 * tl.program_id(0)) * 8
@@ -85,10 +88,10 @@ def adamw_kernel(
 
 
 class OptimizerTable:
-    """Addresses of the tensors, for one launch that updates all; separate launches take the host
-    longer.
+    """Addresses of all tensors, for one launch that updates them all.
 
-    If masters or moments are in host memory (`kernels/pinned_memory.py`), each portion is a launch.
+    Separate launches would cost more host time. If masters or moments are in host memory
+    (`kernels/pinned_memory.py`), each portion is a launch.
     """
 
     def __init__(self, columns: list[list[Tensor]], decays: list[float]) -> None:

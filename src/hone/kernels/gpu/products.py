@@ -45,10 +45,9 @@ def product_kernel(
     IS_PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute tile (m, n), R x BN, of x M x K times w N x K transposed, over the k of split s:
-    out[s].
+    """Compute tile (m, n), R x BN, of x w^T over the inner stretch of split s, into out[s].
 
-    With several splits (IS_PART), some are a step longer than others.
+    x is M x K, w is N x K. With several splits (IS_PART), some are a step longer than others.
 
         bias      in split 0
         SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
@@ -90,14 +89,18 @@ def product_kernel(
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
-    """Return parts S x T x O of x W^T + b, one per stretch of the inner dimension, in tiles of
-    `width` columns.
+    """Return parts S x T x O that sum to x W^T + b, one per stretch of the inner dimension.
+
+    Tiles have `width` columns.
     """
     return _product(x, weight, bias, part_tile(len(x), width, x.shape[1]), splits)
 
 
 def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """Return x W^T + b, T x O, or silu(g) * u of it. For what `gpu.is_short` accepts."""
+    """Return x W^T + b, T x O; with `is_swiglu`, silu(gate) * up of it.
+
+    Only for inputs that `gpu.is_short` accepts.
+    """
     return _product(x, weight, bias, short_tile(len(x), is_swiglu), is_swiglu=is_swiglu)[0]
 
 
@@ -112,7 +115,7 @@ class Tile(NamedTuple):
     num_warps: int = 4
 
     def stages(self, is_swiglu: bool) -> int:
-        """Return how many of its stages fit."""
+        """Return how many of its stages fit into shared memory."""
         return stages_of(self.STAGES, self.R + self.BN * (1 + is_swiglu), self.BK)
 
 
@@ -177,8 +180,10 @@ def in_order_kernel(
     LINES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute a tile of x M x K times w N x K transposed. GROUP tiles of rows share columns side by
-    side.
+    """Compute a tile of x w^T, summing the inner dimension from first to last.
+
+    x is M x K, w is N x K. Programs of up to GROUP row tiles with the same columns run next to each
+    other.
     """
     tiles_m, tiles_n, pid = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(0)
     band = pid // (GROUP * tiles_n)
@@ -201,8 +206,9 @@ def in_order_kernel(
 
 
 def in_order(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x W^T, M x N, whose bits do not depend on tile sizes. The inner size is a multiple of
-    16.
+    """Return x W^T, M x N, whose bits do not depend on tile sizes.
+
+    The inner size must be a multiple of 16.
     """
     x = x.contiguous()
     (M, K), N = x.shape, len(weight)

@@ -15,7 +15,7 @@ LAST = tl.constexpr(row_state.LAST)
 
 @triton.jit
 def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Copy the row of `embed` V x D of the newest token of sequence active[b]."""
+    """Copy the embedding (a row of `embed` V x D) of sequence active[b]'s newest token."""
     b = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     # Not beside the next: kernels after it read what the step before has written, ahead of their
@@ -68,7 +68,7 @@ def add_norm_kernel(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Do the work of `kernels/norm.py` for delta T x D, or S x T x D parts of it."""
+    """Compute `kernels.norm.add_norm` on a GPU; delta is T x D, or parts S x T x D of it."""
     T, D = x.shape
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -180,11 +180,11 @@ def heads_kernel(
     NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Normalize and rotate the heads of token t of a projection T x (H + 2K) x E; write k and v to
-    the cache.
+    """Normalize and rotate the heads of token t; write k and v to the cache.
 
-    PAGE 0: position and cell are given, and k and v also go to k_out and v_out. Otherwise token t
-    is the newest of sequence active[t], whose rows of state and table give its place.
+    qkv: T x (H + 2K) x E. With PAGE 0, position and cell are given, and k and v also go to k_out
+    and v_out. Otherwise token t is the newest of sequence active[t], whose rows of state and table
+    give its place.
     """
     t = tl.program_id(0).to(tl.int64)
     if PAGE:
@@ -247,8 +247,9 @@ def heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a projection T x (H + 2K) x E; write k and v to the given cells (… x K x
-    E).
+    """Return q, k and v of a projection; write k and v to the given cells of the cache.
+
+    qkv: T x (H + 2K) x E; keys, values: … x K x E.
     """
     T, N, E = qkv.shape
     K = (N - H) // 2
@@ -297,8 +298,9 @@ def newest_heads(
     eps: float,
     H: int,
 ) -> Tensor:
-    """Return q of each active sequence's newest token; write k and v to its pages (… x PAGE x K x
-    E).
+    """Return q of each active sequence's newest token; write k and v to its pages.
+
+    qkv: B x (H + 2K) x E; keys, values: … x PAGE x K x E.
     """
     B, N, E = qkv.shape
     K = (N - H) // 2
@@ -336,7 +338,7 @@ def newest_heads(
 def head_scales(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Return the scales that kernels take, and whether they normalize."""
+    """Return the two scales to pass to a kernel, and whether it normalizes."""
     if q_scale is None or k_scale is None:
         return (qkv, qkv), False
     return (q_scale, k_scale), True

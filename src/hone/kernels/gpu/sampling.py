@@ -3,8 +3,9 @@
     logits ─ stretch_kernel ─┬─► maximum and sum of exponentials of ─ sample_kernel ─► token, logprob, state
     hidden ─ head_kernel ────┘   every stretch of the vocabulary
 
-The uniform number selects the token's stretch, and only that is read again. From hidden states the
-logits never pass through memory: those of the selected stretch are computed again.
+The uniform random number selects a stretch of the vocabulary, and only this stretch is read again.
+From hidden states, logits are never written to memory: those of the selected stretch are computed
+again.
 """
 
 import torch
@@ -46,8 +47,9 @@ def _mix(z):
 
 @triton.jit
 def uniform(seed, counter):
-    """Return number `counter` (from 0) of stream `seed`, in [0, 1), float64: see
-    engine/token_sampler.py.
+    """Return number `counter` (from 0) of random stream `seed`: float64 in [0, 1).
+
+    See engine/token_sampler.py.
     """
     state = _mix(seed.to(tl.uint64)) + (counter + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
     return (_mix(state) >> 11).to(tl.float64) * (1.0 / 9007199254740992.0)
@@ -55,7 +57,7 @@ def uniform(seed, counter):
 
 @triton.jit
 def _inverse_temperature(parameters, slot):
-    """Return 1 / T of the draw and of the logprob (1 if greedy), and whether it is greedy."""
+    """Return 1 / T of sampling (1 if greedy), 1 / T of the logprob, and whether it is greedy."""
     T = tl.load(parameters + slot * PARAMETERS + TEMPERATURE)
     greedy = T < 1e-5
     T = tl.where(greedy, 1.0, T)
@@ -78,8 +80,8 @@ def stretch_kernel(
 ):
     """Compute maximum and sum of exponentials of stretch s of row b, logits B x V.
 
-    stats: B x 4 x STRETCHES, the last two for `plain`. FILTERED: only logits of at least
-    threshold[b].
+    stats: B x 4 x STRETCHES; the last two are those of `plain`, only with FILTERED. With FILTERED,
+    logits below threshold[b] are left out.
     """
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = s * C + tl.arange(0, C)
@@ -117,8 +119,9 @@ def head_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the results of stretch_kernel from x M x D times weight V x D transposed, in
-    stretches of C.
+    """Compute stretch_kernel's results from hidden states, without writing logits.
+
+    Logits are x M x D times weight V x D transposed, in stretches of C.
     """
     m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BK)
@@ -155,7 +158,7 @@ def _logits(x, weight, first, V, D: tl.constexpr, BK: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _total(tops, sums):
-    """Return the largest maximum, and the stretches' shares relative to it, float64."""
+    """Return the highest maximum, and the stretches' sums relative to it, float64."""
     top = tl.max(tops)
     return top, sums.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
 
@@ -305,8 +308,9 @@ def draw_from_hidden(
     logprobs: Tensor,
     advance: bool,
 ) -> None:
-    """Draw without filters from hidden states B x D (D a multiple of 64) and the head's weight V x
-    D.
+    """Draw tokens without filters from hidden states.
+
+    hidden: B x D, D a multiple of 64. weight: V x D, of the head.
     """
     hidden = hidden.contiguous()
     (B, D), V = hidden.shape, len(weight)
@@ -352,7 +356,7 @@ def draw_from_hidden(
 
 
 def head_tile(rows: int, inner: int) -> tuple[int, int, int, int]:
-    """Return head_kernel's tile of words and inner size, stages and warps (benchmarks/kernels/tiles.py)."""
+    """Return head_kernel's BV, BK, stages and warps (benchmarks/kernels/tiles.py)."""
     if rows <= 32 and inner % 128 == 0 and has_dependent_launch():
         return 64, 128, 5, 4
     return 256 if rows > 128 and has_dependent_launch() else 128, 64, 3, 8

@@ -1,8 +1,7 @@
-"""Norm, heads and SwiGLU of a training step, forward and backward; gradients recompute what was not
-kept.
+"""Norm, heads and SwiGLU of a training step, forward and backward.
 
-Sums over all rows (gradients of scales) are made of one partial sum per program, each over its own
-rows.
+Gradients recompute what the forward pass did not keep. For a sum over all rows (the gradient of a
+scale) each program sums its own rows, and the programs' parts are added afterwards.
 """
 
 import torch
@@ -18,7 +17,7 @@ PROGRAMS = 4  # a multiprocessor, of kernels whose programs go over many rows
 # The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
 @triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(parts, out, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Add columns of parts P x D in a fixed order."""
+    """Sum parts P x D over P in a fixed order."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     p = tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -52,8 +51,9 @@ def norm_backward_kernel(
     WITH_NORMED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Recompute the norm of rows of T x D, and its input's and this program's part of the scale's
-    gradient.
+    """Compute the gradient of a norm's input, and this program's part of the scale's gradient.
+
+    total: T x D, the input. The norm is recomputed, and stored in `normed` if WITH_NORMED.
     """
     d = tl.arange(0, BLOCK)
     inside = d < D
@@ -387,8 +387,9 @@ def statistics_kernel(
 def statistics(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-sum-exp, target logprob and entropy of each row of logits N x V, fp32, at its
-    temperature.
+    """Return log-sum-exp, target logprob and entropy, fp32, of each row of logits N x V.
+
+    Logits are divided by the row's temperature.
     """
     results = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     logsums, logprobs, entropies = results
@@ -429,8 +430,9 @@ def slope_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of row n of logits N x V, from those of its target's logprob and
-    entropy.
+    """Compute the gradient of row n of logits N x V.
+
+    grads and entropy_grads are the gradients of the targets' logprobs and of the entropies.
     """
     n = tl.program_id(0).to(tl.int64)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -454,7 +456,7 @@ def slope(
     entropy_grads: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of logits N x V, in the dtype given."""
+    """Return the gradient of logits N x V in `dtype`, from those of the logprobs and entropies."""
     N, V = logits.shape
     out = logits.new_empty(N, V, dtype=dtype)
     slope_kernel[(N, -(-V // 2048))](

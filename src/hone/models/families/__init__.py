@@ -1,5 +1,6 @@
-"""Model families: parse a Hugging Face `config.json` into the ModelSpec of its family. Imports no
-torch.
+"""Model families: parse a Hugging Face `config.json` into the ModelSpec of its family.
+
+Imports no torch.
 """
 
 from typing import Any
@@ -22,7 +23,7 @@ def is_known(config: dict[str, Any]) -> bool:
 
 
 def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> ModelSpec:
-    """Parse a `config.json`.
+    """Return the ModelSpec of a `config.json`; `origin` names the file in errors.
 
     Raises ValueError for an architecture or option that is not implemented: a model that would
     compute something else than intended is refused, not approximated.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class BatchSource(Protocol):
-    """The origin of a run's batches."""
+    """Source of a run's batches."""
 
     async def take_batch(self, step: int) -> Batch | None:
         """Return the batch of a step, or None if the run was asked to stop."""
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
         """Return the metrics of a step's rollouts, once it has been trained on."""
 
     def read_progress(self, step: int) -> dict[str, Any] | None:
-        """Return what a run that resumes after this step needs."""
+        """Return the state that a run needs to resume after this step."""
 
     def end_step(self, step: int) -> None:
         """Confirm that the step is done and saved."""
@@ -46,10 +46,10 @@ class BatchSource(Protocol):
 
 
 class PolicySink(Protocol):
-    """Whatever samples from the policy."""
+    """Receiver of new policy versions, for whatever samples from them."""
 
     def update(self, version: int) -> None:
-        """Follow the trainer's weights in shared storage; called on the compute thread."""
+        """Update samplers that share the trainer's weights; called on the compute thread."""
 
     def publish(self, version: int, metrics: dict[str, float]) -> None:
         """Deliver a version with the metrics of its step; called on the compute thread."""
@@ -127,7 +127,7 @@ def _launch_step(
     sink: PolicySink,
     batch: Batch,
 ) -> Callable[[], dict[str, float]]:
-    """Launch a training step, and return a function that waits for its numbers."""
+    """Launch a training step; return a function that waits for its metrics."""
     numbers = trainer.begin_step(batch, source.on_launched)
     sink.update(batch.step)
 

@@ -1,10 +1,10 @@
-"""The RL trainer as a process: batches from the orchestrator in, policy versions out.
+"""Trainer process of an RL run: takes batches from the orchestrator, publishes policy versions.
 
     broadcasts/step_N ◄─ publish version N ◄─ step ◄─ rollouts/step_N/batch.safetensors
                               └─► weights/step_N, checkpoints/step_N when due
 
-It owns the run directory: it claims it, sets the run's id and publishes the starting version, which
-the orchestrator waits for. Also run as a file under torchrun.
+The trainer owns the run directory: it claims the directory, sets the run's id and publishes the
+starting version, for which the orchestrator waits. Under torchrun this file is run directly.
 """
 
 import asyncio
@@ -75,7 +75,7 @@ def main(config: TrainerRunConfig) -> None:
 
 
 class FileSource:
-    """A batch source: batches that an orchestrator in another process writes to the run's directory."""
+    """BatchSource of batches that the orchestrator's process writes to the run directory."""
 
     def __init__(self, session: RunSession, device: torch.device, log: logging.Logger) -> None:
         self.session = session
@@ -157,8 +157,9 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
 
 
 def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
-    """Write the orchestrator's progress from a checkpoint to `rollouts`, where it is read, unless
-    that exists.
+    """Write a checkpoint's orchestrator progress to `rollouts`, unless that exists.
+
+    It is read from there.
     """
     if progress is not None and not rollouts.exists():
         with appearing_directory(rollouts) as directory:
@@ -166,11 +167,10 @@ def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
 
 
 class Publisher:
-    """Publish weights as version N, the first time with the tokenizer, so that any server can load
-    them.
+    """PolicySink that publishes weights as version N, for servers to load.
 
-    The sender transfers them (`transport/weight_transport.py`): all weights, or the trained
-    adapter.
+    The first version comes with the tokenizer, so that any server can load it. The sender transfers
+    all weights, or the trained adapter (`transport/weight_transport.py`).
     """
 
     def __init__(self, session: RunSession, log: logging.Logger) -> None:

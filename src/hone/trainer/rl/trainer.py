@@ -295,7 +295,7 @@ class PolicyTrainer:
     def _backward_part(
         self, loss: Loss, samples: list[Sample], weights: list[float], values: Values
     ) -> tuple[torch.Tensor, float]:
-        """Add a micro-batch to the gradients and its per-token values to `values`.
+        """Run forward and backward of a micro-batch; add its per-token values to `values`.
 
         Returns its share of the loss, and the FLOPs of its forward pass. Without samples it only
         takes part in the ranks' collective operations.
@@ -349,8 +349,9 @@ class PolicyTrainer:
         )
 
     def _differing_routing(self) -> torch.Tensor:
-        """Return how many replayed experts the routers would not have chosen, and how many there
-        are.
+        """Count the replayed experts that the routers would not choose, and all of them.
+
+        Returns both counts, and ends the replay.
         """
         self.model.routing_TR = None
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -373,7 +374,7 @@ class _Inputs:
 
     @cached_property
     def sampled_N(self) -> torch.Tensor:
-        """The sampler's logprobs; collected while a GPU runs the model."""
+        """The sampler's logprobs, collected on first use, while a GPU runs the model."""
         return self.packed.of_targets([s.logprobs for s in self.samples])
 
     @cached_property
@@ -419,7 +420,8 @@ def _loss_of_slice(
 def _weigh_samples(samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]) -> list[float]:
     """Return the weight of each sample's tokens.
 
-    Each loss weighs by its share of the samples; within it tokens weigh as its configuration says.
+    A loss has the weight of its share of the samples; `token_weights` divides it among their
+    tokens.
     """
     lengths = [sample.target_count for sample in samples]
     weights = [0.0] * len(samples)

@@ -1,9 +1,9 @@
 """Convert conversations to token ids and loss masks, and pack them into rows of `seq_len` tokens.
 
-data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
+    data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
 
-Read at once and gone through in a new order every epoch (Conversations), or as it comes
-(StreamedConversations).
+Conversations reads all data at once and iterates over it in a new order every epoch.
+StreamedConversations reads data as it comes.
 """
 
 import logging
@@ -49,7 +49,14 @@ class FakeConversations:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The samples of a row, and why others are left out ("" if none is)."""
+    """The usable samples of a row, or the reason why it has none.
+
+    Attributes:
+        reason: "" if there are samples.
+        detail: message of the error, if any.
+        tokens: of all samples, including those that are too long or have no target.
+        longest: tokens of the longest of these.
+    """
 
     samples: list[Conversation]
     reason: str = ""
@@ -60,7 +67,7 @@ class Rendered:
 
 @dataclass
 class LeftOut:
-    """Rows of which nothing is used: counts by reason, and the first ones by number."""
+    """Rows without a usable sample: counts by reason, and the first three of each."""
 
     counts: Counter[str] = field(default_factory=Counter)
     examples: dict[str, list[str]] = field(default_factory=dict)
@@ -114,7 +121,7 @@ class Conversations:
     """Concatenated data sets, tokenized on demand.
 
     Args:
-        data_sets: their rows.
+        data_sets: rows of each data set.
         seq_len: most tokens of a sample.
         roles: whose messages are trained on.
         last_only: train only on the last turn of conversations whose earlier turns the template
@@ -154,7 +161,7 @@ class Conversations:
         return found
 
     def limit_length(self, seq_len: int) -> None:
-        """Leave out longer conversations from now on."""
+        """Leave out conversations longer than `seq_len` tokens from now on."""
         self.render.seq_len = seq_len
         for i, one in enumerate(self.rendered):
             if one is not None and one.longest > seq_len:
@@ -180,7 +187,7 @@ class StreamedConversations:
         self.left = LeftOut()
 
     def limit_length(self, seq_len: int) -> None:
-        """Leave out longer conversations from now on."""
+        """Leave out conversations longer than `seq_len` tokens from now on."""
         self.render.seq_len = seq_len
 
     @property
@@ -246,7 +253,7 @@ def _again_and_again(source: Source) -> Iterator[dict[str, Any]]:
 def iterate_epoch(
     data: Conversations | FakeConversations, config: DataConfig, seed: int, number: int
 ) -> Iterator[Row]:
-    """Yield the rows of one pass over the data, ordered by seed and number."""
+    """Yield the rows of one pass over the data; `seed` and `number` determine the order."""
     draw = random.Random(f"{seed} {number}")
     order = []
     start = 0
@@ -262,7 +269,10 @@ def iterate_epoch(
 
 
 def pack_conversations(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
-    """Yield rows of whole conversations, in order."""
+    """Yield rows of whole conversations, in order: as many as fit into seq_len tokens.
+
+    With `pack` "stack" each row has one conversation.
+    """
     row: Row = []
     used = 0
     for conversation in conversations:

@@ -32,8 +32,8 @@ CONVERSATION = ("messages", "prompt", "completion", "tools")  # columns that are
 class Source:
     """A data set read row by row, each time from its start.
 
-    Raises ValueError, naming the configuration key, for what cannot be found, read or used: at once
-    if it is not found, else at that row.
+    Raises ValueError that names the configuration key: when constructed if a file does not exist or
+    has an unknown format, otherwise during iteration.
     """
 
     def __init__(
@@ -100,8 +100,9 @@ class Source:
 
 
 def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
-    """Return the rows of a data set. `key` is its configuration key. Raises ValueError like
-    `Source`.
+    """Return all rows of a data set. Raises ValueError like `Source`.
+
+    `key`: the configuration key of the data set.
     """
     return list(Source(name, split, streaming=False, key=key))
 
@@ -129,7 +130,10 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
 
 
 def to_tools(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the tools of a row's conversation, or None."""
+    """Return the tools of a row's conversation under the key `tools`, {} if there are none.
+
+    Raises MessageError for invalid JSON, or if they are not a list of objects.
+    """
     tools = _from_json(row.get("tools") or None, "tools")
     if isinstance(tools, list):
         tools = [_from_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]

@@ -45,7 +45,10 @@ def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -
 
 
 def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
-    """Return a row length that fits the longest conversation, within the model's positions."""
+    """Choose a row length that fits the longest conversation.
+
+    It is at most `positions` and MOST_ROW_TOKENS.
+    """
     return _row_tokens(
         max((data.render_row(i).longest for i in _choose_surveyed(data.count)), default=0),
         positions,
@@ -56,7 +59,7 @@ def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
 def row_tokens_of_streams(
     sources: list[Source], render: Renderer, positions: int, tell: Tell
 ) -> int:
-    """Return a row length from the first rows of streams."""
+    """Choose a row length by the first STREAMED_ROWS rows of each stream."""
     lengths = (render(row).longest for source in sources for row in islice(source, STREAMED_ROWS))
     return _row_tokens(max(lengths, default=0), positions, tell)
 

@@ -96,7 +96,7 @@ def train_steps(
     evaluate: Evaluate | None,
     events: EventList,
 ) -> None:
-    """Take the steps of a run that its session has not taken yet. Collective."""
+    """Take the remaining steps of a run. Collective."""
     config = trainer.config
     run = session.run
     log = trainer.log
@@ -145,7 +145,10 @@ def evaluate_if_due(
     events: EventList,
     step: int,
 ) -> dict[str, float]:
-    """Evaluate on the first rank, with the model itself unless it is sharded; others wait."""
+    """Evaluate on the first rank if an evaluation is due; others wait. Return its metrics.
+
+    The model itself is evaluated, unless it is sharded.
+    """
     config = trainer.config.eval
     if config is None or not config.is_due(step, session.max_steps or step):
         return {}
@@ -268,21 +271,23 @@ class Trainer:
 
     @property
     def max_positions(self) -> int:
-        """Return the most tokens of a conversation by the model's positions; the last is only a
-        target.
+        """Return the most tokens of a conversation that the model's positions allow.
+
+        This is one more than there are positions, since the last token is only a target.
         """
         return self.model.spec.max_position_embeddings + 1
 
     @property
     def max_conversation_tokens(self) -> int:
-        """Return the most tokens of a conversation, by row length and positions."""
+        """Return the most tokens of a conversation that row length and positions allow."""
         return min(self.row_tokens, self.max_positions)
 
     def train_step(
         self, step: int, max_steps: int, batches: Iterator[list[Row]]
     ) -> dict[str, float]:
-        """Take one optimizer step. The loss is the mean over all targets of the step, however it is
-        split.
+        """Take one optimizer step and return its metrics.
+
+        The loss is the mean over all targets of the step, however it is split.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
