@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from model_shapes import bandwidth
+from model_shapes import measure_bandwidth
 from peer import ROOT, finish, median
 from training import QWEN3_06B
 
@@ -107,7 +107,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         write_model(Path(directory))
-        rate = bandwidth()
+        rate = measure_bandwidth()
         print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
         results: dict[str, dict[str, list[float]]] = {name: {} for name in WORKLOADS}
         figures: dict[str, float] = {}

@@ -82,7 +82,7 @@ def write_shape(directory: Path, name: str) -> None:
     (directory / "config.json").write_text(json.dumps({**MODELS[name], **ends}))
 
 
-def limits(
+def step_limits(
     spec: "ModelSpec", batch: int, context: float, rate: float, flops: float
 ) -> tuple[float, float]:
     """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
@@ -92,7 +92,7 @@ def limits(
     return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
 
 
-def bandwidth() -> float:
+def measure_bandwidth() -> float:
     """Bytes a second of a large copy on the device, read and written."""
     import torch
 

@@ -89,13 +89,13 @@ def format_record(record: dict[str, Any]) -> str:
         columns, rows = ["figure", "value"], list(record["figures"].items())
     lines = [f"### {record['title'] or record['program']}", ""]
     lines += [f"{record['note']}", ""] if record["note"] else []
-    lines += ["| " + " | ".join(map(_cell, row)) + " |" for row in (columns, *rows)]
-    lines.insert(-len(rows), "|" + "---|" * len(columns))
+    head, *body = ["| " + " | ".join(map(_format_cell, row)) + " |" for row in (columns, *rows)]
+    lines += [head, "|" + "---|" * len(columns), *body]
     where = ", ".join(filter(None, [record["date"], record["machine"], record["versions"]]))
     return "\n".join([*lines, "", f"{where}: `{record['command']}`", ""])
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     return str(value).replace("|", "\\|")

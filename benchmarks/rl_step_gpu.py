@@ -41,7 +41,7 @@ def write_weights(directory: Path, name: str) -> None:
 def floor(name: str) -> dict[str, float]:
     """Seconds of generating and of training, measured on this card."""
     import torch
-    from model_shapes import bandwidth
+    from model_shapes import measure_bandwidth
     from training import matrix_rate
 
     from hone.models.families import parse_model_config
@@ -55,7 +55,7 @@ def floor(name: str) -> dict[str, float]:
     tokens = rollouts // group * prompt + rollouts * completion
     of_token = spec.flops_per_token(prompt + completion / 2, head=rollouts * completion / tokens)
     return {
-        "generate": (completion - 1) * (weights + held) / bandwidth(),
+        "generate": (completion - 1) * (weights + held) / measure_bandwidth(),
         "train": 3 * of_token * tokens / matrix_rate(),
     }
 

@@ -116,7 +116,7 @@ def ours(options: dict, logprobs, old, reference, advantages, mask):
     ).total
 
 
-def compare() -> dict[str, list[float]]:
+def compare_losses() -> dict[str, list[float]]:
     """Return the largest relative differences of loss and gradient over 20 draws, by variant."""
     results = {}
     for name, (of_theirs, of_ours) in VARIANTS.items():
@@ -139,7 +139,7 @@ def compare() -> dict[str, list[float]]:
 
 
 def main() -> int:
-    results = compare()
+    results = compare_losses()
     for name, (loss, gradient) in results.items():
         print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}")
     return int(max(x for pair in results.values() for x in pair) > MAX_DIFFERENCE)

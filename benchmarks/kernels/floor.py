@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from decode import step_ms
-from model_shapes import MODELS, bandwidth, limits
+from model_shapes import MODELS, measure_bandwidth, step_limits
 from peer import finish, median
 from training import gpu_seconds, matrix_rate, our_model
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -187,7 +187,7 @@ def main() -> None:
         parser.error(
             f"--few {args.few}: 1 to {gpu.FEWEST_TOKENS}, for which products fetch as this table says"
         )
-    rate, flops, figures = bandwidth(), matrix_rate(), {}
+    rate, flops, figures = measure_bandwidth(), matrix_rate(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s, a large product: {flops / 1e12:.0f} TFLOP/s\n")
     print(
         "| model | qkv | out | gate and up | down | head | share |",
@@ -204,8 +204,8 @@ def main() -> None:
             f"{s * 1e6:.1f}, {2 * args.rows * n * k / s / 1e12:.0f}"
             for s, (n, k) in zip(found, products, strict=True)
         ]
-        of_step = limits(spec, args.rows, args.context, rate, flops)
-        attention = of_step[0] - limits(spec, args.rows, 0, rate, flops)[0]
+        of_step = step_limits(spec, args.rows, args.context, rate, flops)
+        attention = of_step[0] - step_limits(spec, args.rows, 0, rate, flops)[0]
         share = max(of_step) / (spec.num_hidden_layers * sum(found[:-1]) + found[-1] + attention)
         print(f"| {name} | {' | '.join(words)} | {share:.0%} |", flush=True)
         figures[f"{name}_{args.rows}"] = share
@@ -216,7 +216,7 @@ def main() -> None:
         figures[f"{name}_us"] = each * 1e6
     if has_dependent_launch():
         least = max(
-            limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops)
+            step_limits(parse_model_config(MODELS[FEW_MODEL]), args.few, args.context, rate, flops)
         )
         print(
             f"\n| {FEW_MODEL}, {args.few} rows, products fetch | milliseconds | share of the limit |"

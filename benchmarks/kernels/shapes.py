@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import _path  # noqa: F401
-from model_shapes import MODELS, limits, write_shape
+from model_shapes import MODELS, step_limits, write_shape
 from peer import finish, median
 from training import matrix_rate, our_model
 
@@ -90,7 +90,7 @@ def measure(
         seconds = partial(timed, engine, random.Random(batch), batch, prompt)
         first, whole = first_and_whole(seconds, output, rounds)
         step = (whole - first) / (output - 1)
-        by_bytes, by_flops = limits(spec, batch, prompt + output / 2, rate, flops)
+        by_bytes, by_flops = step_limits(spec, batch, prompt + output / 2, rate, flops)
         limit = max(by_bytes, by_flops)
         row = {
             "model": name,
@@ -128,7 +128,7 @@ def of_peer(python: str, name: str, cells: list[Cell], rounds: int) -> dict[Cell
 
 
 def main(words: list[str] | None = None) -> None:
-    from model_shapes import bandwidth
+    from model_shapes import measure_bandwidth
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -144,7 +144,7 @@ def main(words: list[str] | None = None) -> None:
         prompt, output = map(int, options.lengths[0].split("+"))
         measure(options.models[0], prompt, output, options.batches, options.rounds, options.rate)
         return
-    rate, figures = bandwidth(), {}
+    rate, figures = measure_bandwidth(), {}
     print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
     print(
         "| model | lengths | batch | tokens/s | ms a step | limit | share |",

@@ -1,6 +1,6 @@
 """Start and end child processes, and describe how they ended.
 
-Every child of a Hone command ends with it: it leads a process group that `end_processes` kills, and
+A child of a Hone command ends with it: it leads a process group that `end_processes` kills, and
 it watches HONE_PARENT_PID (`end_with_parent`) in case the parent is killed.
 """
 
@@ -31,6 +31,8 @@ def start_process(
     **options: Any,
 ) -> Process:
     """Start a child process without standard input, as leader of a process group.
+
+    It ends with this process, unless `environment` sets HONE_PARENT_PID to 0.
 
     Args:
         command: program and arguments.
@@ -100,12 +102,12 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def process_exists(pid: int) -> bool:
-    """Return True if a process with this id exists, also one of another user."""
+def process_exists(pid: int, counts_others: bool = True) -> bool:
+    """Return True if a process with this id exists. `counts_others`: also one of another user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass
+        return counts_others
     return True

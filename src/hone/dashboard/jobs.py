@@ -336,7 +336,7 @@ class Jobs:
             alive = any(
                 run_status(self.root, one, 0, None) in ("running", "silent") for one in run.values()
             )
-            if not (alive and process_exists(job.pid)):
+            if not (alive and process_exists(job.pid, counts_others=False)):
                 job.state = "stopped"
         return job
 

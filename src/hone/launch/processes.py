@@ -281,3 +281,5 @@ def end_children(children: list[Child]) -> None:
     for child in children:
         child.reader.join(2.0)
         child.report.unlink(missing_ok=True)
+        if child.log:
+            child.log.close()

@@ -216,7 +216,7 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
             raise ValueError(f"{directory / INDEX}: tensor {name} is not in {file.name}")
     if listed is None:
         _refuse_duplicates(shapes, where, directory)
-    if wanted is not None:
+    if wanted:
         _check_tensors(wanted, where, shapes, directory)
     return where
 

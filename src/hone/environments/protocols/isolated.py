@@ -82,14 +82,14 @@ class Isolated(WorkerEnvironment):
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
             message = {"rollouts": [rollout.to_json() for rollout in scored]}
-            scores = await self.choose_worker().request("score", message)
+            scores = await self.choose_worker().send_request("score", message)
             for rollout, (reward, metrics) in zip(scored, scores, strict=True):
                 rollout.reward = reward
                 rollout.metrics = metrics
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         message = {"example": asdict(example), "sampling": asdict(sampling)}
-        done = await self.choose_worker().request("rollout", message, client)
+        done = await self.choose_worker().send_request("rollout", message, client)
         rollout = Rollout.from_json({**done, "example": example})
         for rubric in self.added:
             reward, metrics = await rubric.score(

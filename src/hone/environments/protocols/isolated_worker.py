@@ -1,6 +1,5 @@
 """Worker of `isolated.py`: `python -m hone.environments.protocols.isolated_worker ENV ON_REWARD_ERROR`."""
 
-import asyncio
 import sys
 from dataclasses import asdict
 from typing import Any
@@ -23,7 +22,7 @@ class ParentClient:
         self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
     ) -> Turn:
         asked = {"messages": messages, "sampling": asdict(sampling), "tools": tools}
-        reply = await self.loop.ask(self.request_id, asked)
+        reply = await self.loop.ask_parent(self.request_id, asked)
         if "turn" not in reply:
             kind = ContextFull if reply["code"] == "context_full" else RuntimeError
             raise kind(reply["error"])
@@ -60,7 +59,7 @@ def main() -> None:
     environment = load_native(env_id, module_of(env_id), loop.arguments)
     environment.on_reward_error(on_reward_error)
     worker = EnvironmentWorker(environment, loop)
-    asyncio.run(loop.serve({"rollout": worker.rollout, "score": worker.score}))
+    loop.serve_requests({"rollout": worker.rollout, "score": worker.score})
 
 
 if __name__ == "__main__":

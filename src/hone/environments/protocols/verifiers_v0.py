@@ -152,7 +152,7 @@ class VerifiersEnv(WorkerEnvironment):
         asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
         async with self.endpoint.open_access(client, sampling) as access:
             message = {"row": row, "url": access.url, "model": "policy", "sampling": asked}
-            done = await worker.request("rollout", message)
+            done = await worker.send_request("rollout", message)
         if access.is_full and not access.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
         rollout = Rollout(example, access.turns, done["messages"], stop=done["stop"])
@@ -180,7 +180,7 @@ class VerifiersEnv(WorkerEnvironment):
         if not scored:
             return
         message = {"kept": [rollout.state["kept"] for rollout in scored]}
-        scores = await self._worker_of(scored[0].example).request("score", message)
+        scores = await self._worker_of(scored[0].example).send_request("score", message)
         for rollout, one in zip(scored, scores, strict=True):
             rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
             rollout.metrics = {

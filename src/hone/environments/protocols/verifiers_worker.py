@@ -7,7 +7,6 @@ Hone.
 Each rollout receives the address of its own OpenAI endpoint.
 """
 
-import asyncio
 import importlib.metadata
 import json
 import os
@@ -175,10 +174,10 @@ def main():
         loop.start_reading()
     environment, found = load_environment(sys.argv[1], loop.arguments)
     if not is_serving:
-        loop.send(list_examples(environment, found))
+        loop.send_message(list_examples(environment, found))
         os._exit(0)
     worker = VerifiersWorker(environment, found)
-    asyncio.run(loop.serve({"rollout": worker.rollout, "score": worker.score}))
+    loop.serve_requests({"rollout": worker.rollout, "score": worker.score})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 import os
-import queue
 import sys
 import threading
 from collections.abc import Awaitable, Callable
@@ -32,12 +31,13 @@ class WorkerLoop:
         self._output = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)
         self._sending = threading.Lock()
-        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        # It exists before the environment is loaded, so that the reading thread can hand it messages.
+        self._loop = asyncio.new_event_loop()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._questions: dict[int, asyncio.Future[Message]] = {}
         self._question_ids = itertools.count()
 
-    def send(self, message: Any) -> None:
+    def send_message(self, message: Any) -> None:
         """Write a message to the parent. Any thread may call it."""
         with self._sending:
             self._output.write(json.dumps(message) + "\n")
@@ -47,54 +47,47 @@ class WorkerLoop:
         """Read messages in a thread, so that `alive` is answered while the environment loads or blocks."""
         threading.Thread(target=self._read_lines, daemon=True).start()
 
-    async def ask(self, request_id: int, question: Message) -> Message:
+    async def ask_parent(self, request_id: int, question: Message) -> Message:
         """Send a question of a running request to the parent and return the reply."""
         question_id = next(self._question_ids)
         reply = self._questions[question_id] = asyncio.get_running_loop().create_future()
         try:
-            self.send({"chat": request_id, "question": question_id, **question})
+            self.send_message({"chat": request_id, "question": question_id, **question})
             return await reply
         finally:
             del self._questions[question_id]
 
-    async def serve(self, handlers: dict[str, Callable[[Message], Awaitable[Any]]]) -> None:
+    def serve_requests(self, handlers: dict[str, Callable[[Message], Awaitable[Any]]]) -> None:
         """Serve requests until the parent is gone. `handlers`: by the kind of request."""
-        loop = asyncio.get_running_loop()
-        messages: asyncio.Queue[Message] = asyncio.Queue()
+        self._handlers = handlers
+        self._loop.run_forever()
 
-        def forward_lines() -> None:
-            while True:
-                message = json.loads(self._lines.get())
-                loop.call_soon_threadsafe(messages.put_nowait, message)
-
-        threading.Thread(target=forward_lines, daemon=True).start()
-        while True:
-            message = await messages.get()
-            kind, request_id = next(iter(message.items()))
-            if kind in handlers:
-                work = self._run_request(request_id, handlers[kind](message))
-                self._running[request_id] = loop.create_task(work)
-            elif kind == "ping":
-                self.send({"pong": request_id})
-            elif kind == "cancel" and request_id in self._running:
-                self._running[request_id].cancel()
-            elif kind == "reply":
-                reply = self._questions.get(message["question"])
-                if reply is not None and not reply.done():
-                    reply.set_result(message)
+    def _handle_message(self, message: Message) -> None:
+        kind, request_id = next(iter(message.items()))
+        if kind in self._handlers:
+            work = self._run_request(request_id, self._handlers[kind](message))
+            self._running[request_id] = self._loop.create_task(work)
+        elif kind == "ping":
+            self.send_message({"pong": request_id})
+        elif kind == "cancel" and request_id in self._running:
+            self._running[request_id].cancel()
+        elif kind == "reply":
+            reply = self._questions.get(message["question"])
+            if reply is not None and not reply.done():
+                reply.set_result(message)
 
     async def _run_request(self, request_id: int, work: Awaitable[Any]) -> None:
         try:
-            self.send({"done": request_id, "result": await work})
+            self.send_message({"done": request_id, "result": await work})
         except BaseException as error:  # exit() too: it fails this request only
-            self.send({"error": request_id, "message": f"{type(error).__name__}: {error}"})
+            self.send_message({"error": request_id, "message": f"{type(error).__name__}: {error}"})
         finally:
             self._running.pop(request_id, None)
 
     def _read_lines(self) -> None:
         for line in sys.stdin:
             if line.startswith('{"alive"'):
-                self.send({"alive": -1})
+                self.send_message({"alive": -1})
             else:
-                self._lines.put(line)
+                self._loop.call_soon_threadsafe(self._handle_message, json.loads(line))
         os._exit(0)  # the parent is gone

@@ -73,7 +73,7 @@ class WorkerProcess:
     def pending_count(self) -> int:
         return len(self._pending)
 
-    async def request(
+    async def send_request(
         self, kind: str, message: dict[str, Any], client: ModelClient | None = None
     ) -> Any:
         """Send a request and return its result. `client` answers the worker's chats.
@@ -85,10 +85,10 @@ class WorkerProcess:
         pending = self._pending[request_id] = _Pending(future, client)
         try:
             pending.process = await self._start_process()
-            self._send({kind: request_id, **message})
+            self._send_message({kind: request_id, **message})
             return await future
         except asyncio.CancelledError:  # timed out
-            self._send({"cancel": request_id})
+            self._send_message({"cancel": request_id})
             self._run_task(self._kill_unless_it_answers())
             raise
         finally:
@@ -99,7 +99,7 @@ class WorkerProcess:
         is_changed = command != self.command
         self.command = command
         if is_changed and not self._pending:
-            self._kill(self.process)
+            self._kill_process(self.process)
 
     async def close(self) -> None:
         process = self.process
@@ -134,7 +134,7 @@ class WorkerProcess:
             self._run_task(self._watch_process(self.process))
             return self.process
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send_message(self, message: dict[str, Any]) -> None:
         if self.process is not None and self.process.stdin is not None:
             # The worker has died: `_read_messages` reports it.
             with contextlib.suppress(ConnectionError, RuntimeError):
@@ -173,9 +173,9 @@ class WorkerProcess:
             turn = await client.chat(message["messages"], sampling, message.get("tools"))
         except Exception as error:  # reported to the environment
             code = "context_full" if isinstance(error, ContextFull) else "failed"
-            self._send({**reply, "code": code, "error": f"{type(error).__name__}: {error}"})
+            self._send_message({**reply, "code": code, "error": f"{type(error).__name__}: {error}"})
         else:
-            self._send({**reply, "turn": asdict(turn)})
+            self._send_message({**reply, "turn": asdict(turn)})
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
         """Kill the process if it shows no sign of life while it has work."""
@@ -183,7 +183,7 @@ class WorkerProcess:
         self._is_up = False
         while process.returncode is None:
             before = time.monotonic()
-            self._send({"alive": -1})
+            self._send_message({"alive": -1})
             await asyncio.sleep(CHECK_SECONDS)
             if time.monotonic() - before > 2 * CHECK_SECONDS:  # this process itself was suspended
                 self._last = time.monotonic()
@@ -203,14 +203,14 @@ class WorkerProcess:
         """Kill the worker if its event loop hangs, which would block its other rollouts."""
         process = self.process
         self._has_answered.clear()
-        self._send({"ping": -1})
+        self._send_message({"ping": -1})
         try:
             await asyncio.wait_for(self._has_answered.wait(), ANSWER_SECONDS)
         except TimeoutError:
-            self._kill(process)
+            self._kill_process(process)
 
     @staticmethod
-    def _kill(process: asyncio.subprocess.Process | None) -> None:
+    def _kill_process(process: asyncio.subprocess.Process | None) -> None:
         if process is not None and process.returncode is None:
             process.kill()
 
