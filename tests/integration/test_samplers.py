@@ -373,7 +373,7 @@ def test_an_engine_in_its_own_process_and_its_server_end_together(trained, tmp_p
     assert not Path(f"/proc/{pid}").exists()
     if killed == "engine":
         assert (
-            "the engine's process has ended (killed: SIGKILL): so does this server"
+            "the engine's process was killed (SIGKILL): this server ends too"
             in (tmp_path / "log").read_text()
         )
 

@@ -160,7 +160,8 @@ class VllmProcess:
                 if self.process.poll() is not None:
                     self.reader.join(2.0)
                     raise ValueError(
-                        f"vLLM did not start: {self.describe_failure()}\n(--log-level debug prints all that vLLM says)"
+                        f"vLLM did not start: it {self.describe_failure()}\n"
+                        "(--log-level debug prints all that vLLM says)"
                     )
                 try:
                     if client.get("http://vllm/health").status_code == 200:
