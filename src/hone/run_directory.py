@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hone.config.key_names import key_name
 from hone.config.sections import Layout
 
 # Errors reported in one message; any other is a bug.
@@ -73,8 +74,9 @@ class RunDirectory:
         """Raise ValueError if the directory holds an earlier run and `may_be` is False."""
         if self.earlier_run() and not may_be:
             raise ValueError(
-                f"{self.path} holds an earlier {self.command} run; choose: --clean (remove that run and start again), "
-                "--resume (continue it), or another directory (--output-dir DIR; vf-rl: --trainer.args.run-name NAME)"
+                f"{self.path} holds an earlier {self.command} run; choose: {key_name('--clean')} (remove that run "
+                f"and start again), {key_name('--resume')} (continue it), or another directory "
+                f"({key_name('--output-dir DIR')})"
             )
 
     def check_claim(
@@ -91,12 +93,14 @@ class RunDirectory:
             directory = self.weights_of(step)
             if directory.exists() and directory.name not in own:
                 raise ValueError(
-                    f"{directory} was written by another run; move it away or use another --output-dir"
+                    f"{directory} was written by another run; move it away or use another directory "
+                    f"({key_name('--output-dir DIR')})"
                 )
         self.refuse_earlier(clean or resume)
         if self.command == "rl" and _is_pulse_changing(self.pulse_file("trainer")):
             raise ValueError(
-                f"a run is active in {self.path}: its trainer is alive; stop it or use another --output-dir"
+                f"a run is active in {self.path}: its trainer is alive; stop it or use another directory "
+                f"({key_name('--output-dir DIR')})"
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -2,15 +2,25 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from hone.config.base import ConfigError, load_config
+import hone
+from hone.config.base import ConfigError, load_config, section_type
+from hone.config.key_names import key_name, use_key_names
 from hone.config.lab_config import LabConfig
 from hone.config.rl_config import RLConfig
-from hone.config.vf_rl_config import REASONS, RLTrainerArgs, VfRLConfig
+from hone.config.vf_rl_config import (
+    PYTHON_KEY_NAMES,
+    REASONS,
+    VF_RL_KEY_NAMES,
+    RLTrainerArgs,
+    VfRLConfig,
+)
 from hone.launch.rl_trainer import Console
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
+from hone.run_directory import RunDirectory
 from hone.trainer.weight_files import write_state
 
 BASE = """
@@ -398,14 +408,28 @@ def test_a_job_of_hosted_training(tmp_path):
         load_config(LabConfig, ["@", str(tmp_path / "job.toml"), "--max-step", "10"])
 
 
-def test_messages_name_the_keys_of_vf_rl(tmp_path, monkeypatch):
-    from hone.config.vf_rl_config import in_own_words
+@pytest.mark.parametrize(
+    "names, clean, other",
+    [
+        ({}, "--clean", "--output-dir DIR"),
+        (VF_RL_KEY_NAMES, "--clean", "--trainer.args.run-name NAME"),
+        (PYTHON_KEY_NAMES, "train(clean=True)", "another run_name"),
+    ],
+)
+def test_messages_name_keys_as_the_command_does(tmp_path, names, clean, other):
+    (tmp_path / "rollouts").mkdir()
+    with use_key_names(names), pytest.raises(ValueError) as refused:
+        RunDirectory(tmp_path, "rl").refuse_earlier(False)
+    assert clean in str(refused.value) and other in str(refused.value)
 
-    said = "outputs/x holds an earlier rl run; choose: --clean, --resume, or another directory (--output-dir DIR)"
-    assert in_own_words(said).endswith(
-        "--clean, --resume, or another directory (--trainer.args.run-name NAME)"
-    )
-    assert "train(clean=True), train(resume=True)" in in_own_words(said, is_python=True)
-    assert "larger trainer.args.max_tokens" in in_own_words(
-        "a larger orchestrator.sampling.max_tokens"
-    )
+
+def test_every_key_with_another_name_is_a_key_and_is_looked_up():
+    source = "".join(file.read_text() for file in Path(hone.__file__).parent.rglob("*.py"))
+    for key, name in VF_RL_KEY_NAMES.items():
+        section: Any = RLConfig
+        for part in [] if key.startswith("--") else key.split("."):
+            section = section_type(section.model_fields[part].annotation) or section
+        assert f"key_name('{key}')" in source or key == "trainer.lora"
+        assert key_name(key) == key
+        with use_key_names(VF_RL_KEY_NAMES):
+            assert key_name(key) == name

@@ -63,39 +63,29 @@ HARMLESS: dict[str, tuple[Any, ...]] = {  # values of such keys that ask for the
 }
 
 
-WORDS = {  # keys in messages of `rl`, and in files for vf-rl
+# Keys and flags of `rl` that messages name, as `vf-rl` and hone.RLTrainer spell them.
+VF_RL_KEY_NAMES = {
     "orchestrator.max_prompt_tokens": "trainer.args.max_prompt_len",
     "orchestrator.sampling.max_tokens": "trainer.args.max_tokens",
-    "orchestrator.client.ready-timeout": "trainer.args.vllm_server_timeout",
     "trainer.micro_batch_tokens": "trainer.args.micro_batch_size",
     "trainer.activation_checkpointing": "trainer.args.gradient_checkpointing",
-    "trainer.lora differs": "use_lora, or another key of the adapter, differs",
-    "--ckpt.interval N writes them": "trainer.args.save_steps says how often they are written",
-    "with other keys it is a new run: --fork": "with other keys it is a new run (rl --fork):",
+    "trainer.lora": "use_lora, or another key of the adapter,",
+    "model.name": "model",
+    "--ckpt.interval N": "--trainer.args.save-steps N",
+    "--fork": "rl --fork",
     "--wandb.offline": "--trainer.args.wandb.offline true",
-    "(--output-dir DIR; vf-rl: --trainer.args.run-name NAME)": "(--trainer.args.run-name NAME)",
-    "(--output-dir DIR)": "(--trainer.args.run-name NAME)",
-    "use another --output-dir": "use another run_name",
-    "model.name: ": "model: ",
+    "--output-dir DIR": "--trainer.args.run-name NAME",
 }
-
-
-def in_own_words(text: str, is_python: bool = False) -> str:
-    """Replace keys of `rl` in a message by those of vf-rl, or by arguments of hone.RLTrainer.
-
-    `is_python` selects the arguments of hone.RLTrainer.
-    """
-    for theirs, ours in WORDS.items():
-        text = text.replace(theirs, ours)
-    if is_python:
-        text = text.replace("--trainer.args.run-name NAME", "another run_name").replace(
-            "trainer.args.", ""
-        )
-        text = text.replace("--clean", "train(clean=True)").replace(
-            "--resume", "train(resume=True)"
-        )
-    return text
-
+PYTHON_KEY_NAMES = {
+    **{
+        key: name.removeprefix("--").removeprefix("trainer.args.").replace("-", "_")
+        for key, name in VF_RL_KEY_NAMES.items()
+    },
+    "--fork": "rl --fork",
+    "--clean": "train(clean=True)",
+    "--resume": "train(resume=True)",
+    "--output-dir DIR": "another run_name",
+}
 
 # Flags of vLLM that Hone's server does not need.
 NEEDLESS = {

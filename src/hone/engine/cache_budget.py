@@ -6,6 +6,7 @@ from typing import TypedDict
 import torch
 
 from hone import machine
+from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
 from hone.models.transformer import Transformer
 
@@ -82,7 +83,8 @@ def plan_gpu_cache(
                 f"the GPU has {free / 2**30:.1f} GiB free, of which a training step may take {reserved / 2**30:.1f} "
                 f"and gpu_memory_utilization leaves {(1 - config.gpu_memory_utilization) * total / 2**30:.1f}; keys "
                 f"and values of the longest sequence take {least / 2**30:.2f}. Shorter sequences, fewer "
-                "trainer.micro_batch_tokens, trainer.activation_checkpointing or a kv_cache_gib of your own would fit"
+                f"{key_name('trainer.micro_batch_tokens')}, {key_name('trainer.activation_checkpointing')}"
+                " or a smaller kv_cache_gib may fit"
             )
     sequences = int(gib * 2**30) // of_sequence
     batch = config.max_batch_size or min(max(DEFAULT_BATCH_SIZE, sequences), MAX_DEFAULT_BATCH_SIZE)

@@ -16,15 +16,16 @@ from typing import Any
 
 from hone import machine
 from hone.config.base import validate_values
+from hone.config.key_names import use_key_names
 from hone.config.rl_config import RLConfig
-from hone.config.vf_rl_config import RLTrainerArgs, VfRLConfig, in_own_words
+from hone.config.vf_rl_config import PYTHON_KEY_NAMES, VF_RL_KEY_NAMES, RLTrainerArgs, VfRLConfig
 from hone.environments import Environment
 from hone.environments.registry import add_folder
 from hone.monitors.events import Events
 from hone.monitors.metrics_log import read_rows
 from hone.monitors.trainer_lines import loss_line, sample_block, step_line
 from hone.orchestrator.rollouts_file import FILE
-from hone.run_directory import RunDirectory, UserError, checkpoints_in
+from hone.run_directory import RunDirectory, checkpoints_in
 from hone.users_code import CONTAINED
 
 Callback = Callable[[int, dict[str, Any]], object]
@@ -77,7 +78,7 @@ class RLTrainer:
         }
         self.config = validate_values(VfRLConfig, values)
         self.callbacks = list(callbacks)
-        self.is_python = True  # messages use argument names
+        self.key_names = PYTHON_KEY_NAMES
 
     @classmethod
     def from_config(cls, config: VfRLConfig) -> "RLTrainer":
@@ -85,7 +86,7 @@ class RLTrainer:
         trainer.config = config
         trainer.environment = None
         trainer.callbacks = []
-        trainer.is_python = False
+        trainer.key_names = VF_RL_KEY_NAMES
         return trainer
 
     def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
@@ -102,7 +103,11 @@ class RLTrainer:
         given = {key: value for key, value in (("resume", resume), ("clean", clean)) if value}
         config = self.config.model_copy(update=given)
         add_folder("environments", config.env.id)
-        run = config.resolve_config()
+        with use_key_names(self.key_names):
+            self._run(config, config.resolve_config())
+        return self.history
+
+    def _run(self, config: VfRLConfig, run: RLConfig) -> None:
         from hone.trainer.checkpoint import resume_from, step_of
 
         sources = (
@@ -112,22 +117,13 @@ class RLTrainer:
         )
         if sources and step_of(sources[0]) >= run.max_steps:
             print(f"{sources[0]} is of the last step: there is nothing left to do")
-            return self.history
+            return
         console = Console(config, run, self.callbacks)
         console.start_watching()
         from hone.launch.run_rl import main
 
-        try:
-            main(
-                run,
-                console,
-                None if self.environment is None else {config.env.known_as: self.environment},
-            )
-        except UserError as error:
-            if len(error.args) == 1 and isinstance(error.args[0], str):
-                error.args = (in_own_words(error.args[0], self.is_python),)
-            raise
-        return self.history
+        objects = None if self.environment is None else {config.env.known_as: self.environment}
+        main(run, console, objects)
 
     @property
     def output_dir(self) -> Path:
@@ -206,7 +202,7 @@ class Console(Events):
         row = {**values, "step": step}
         if step % args.logging_steps == 0 or step == args.max_steps:
             _print_line(loss_line(row))
-            _print_line(in_own_words(step_line(row, args.max_steps)))
+            _print_line(step_line(row, args.max_steps))
         if args.sample_steps and step % args.sample_steps == 0:
             self._show_sample(step)
         self._show_remark(row)

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hone.config.key_names import key_name
 from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
@@ -106,10 +107,10 @@ def resolve_model(name: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise ValueError(f"model.name: {name} is a file; give the model's directory")
+        raise ValueError(f"{key_name('model.name')}: {name} is a file; give the model's directory")
     if name.startswith(("/", ".", "~")) or name.count("/") != 1 or not name.isascii():
         raise ValueError(
-            f"model.name: no directory {name} here (a hub id has the form owner/model)"
+            f"{key_name('model.name')}: no directory {name} here (a hub id has the form owner/model)"
         )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -118,7 +119,7 @@ def resolve_model(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=WEIGHT_PATTERNS + TEXT_FILES))
     except HFValidationError as error:
         raise ValueError(
-            f"model.name: {name} is neither a directory here nor a valid hub id: {error}"
+            f"{key_name('model.name')}: {name} is neither a directory here nor a valid hub id: {error}"
         ) from None
     except LocalEntryNotFoundError:
         nearby = (
@@ -129,12 +130,12 @@ def resolve_model(name: str) -> Path:
         near = difflib.get_close_matches(str(path), nearby, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(
-            f"model.name: {name} is not a directory here, it is not in the hub cache, and the hub cannot be reached"
-            f"{hint}"
+            f"{key_name('model.name')}: {name} is not a directory here, it is not in the hub "
+            f"cache, and the hub cannot be reached{hint}"
         ) from None
     except HfHubHTTPError as error:
         raise ValueError(
-            f"model.name: the hub refused {name}: {str(error).splitlines()[0]}"
+            f"{key_name('model.name')}: the hub refused {name}: {str(error).splitlines()[0]}"
         ) from None
 
 

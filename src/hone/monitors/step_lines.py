@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from hone.config.key_names import key_name
 from hone.config.sections import RunConfig
 from hone.monitors.events import Events
 from hone.monitors.logging_setup import SUCCESS
@@ -178,7 +179,7 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
         cure = "other orchestrator.buffer thresholds, or other examples"
     elif values["is_truncated/mean"] > 0.5:
         why = "most completions were cut off"
-        cure = "a larger orchestrator.sampling.max_tokens"
+        cure = f"a larger {key_name('orchestrator.sampling.max_tokens')}"
     elif values["batch/solve_none"] == 1:
         why = "no rollout was rewarded"
         cure = "a longer supervised warm-up, easier examples, or partial rewards"

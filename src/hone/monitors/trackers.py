@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hone.config.base import Config
+from hone.config.key_names import key_name
 from hone.config.sections import TensorBoardConfig, WandbConfig
 from hone.monitors.provenance import made_by
 
@@ -142,7 +143,9 @@ class Wandb(Tracker):
                 dir=str(directory.resolve()),
             )
         except wandb.errors.UsageError as error:  # such as a missing API key
-            raise ValueError(f"wandb: {error}; or write to disk only: --wandb.offline") from None
+            raise ValueError(
+                f"wandb: {error}; or write to disk only: {key_name('--wandb.offline')}"
+            ) from None
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 

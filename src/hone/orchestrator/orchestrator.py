@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hone.config.key_names import key_name
 from hone.config.orchestrator_config import OrchestratorConfig
 from hone.environments import Environment
 from hone.environments.attempt import attempt, score_group_or_fail
@@ -393,7 +394,8 @@ def short_enough(
     ]
     if examples and not kept:
         raise ValueError(
-            f"{name}: every prompt has more than orchestrator.max_prompt_tokens {most} tokens"
+            f"{name}: every prompt has more than "
+            f"{key_name('orchestrator.max_prompt_tokens')} {most} tokens"
         )
     if len(kept) < len(examples):
         left = len(examples) - len(kept)

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from hone.config.base import Config, find_differences
+from hone.config.key_names import key_name
 from hone.config.sections import CkptConfig
 from hone.monitors.metrics_log import read_rows
 from hone.preemption import Preempted
@@ -229,18 +230,20 @@ def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
     if isinstance(resume, str) and resume != "auto":
         if not (Path(resume) / HEADER).is_file():
             raise ValueError(
-                f"--resume {resume}: no checkpoint there; it is auto, never, or a checkpoints/step_N"
+                f"{key_name('--resume')} {resume}: no checkpoint there; it is auto, never, or a checkpoints/step_N"
             )
         return [Path(resume)]
     found = steps_in(run.checkpoints)
     if not found and resume == "auto" and run.has_weights():
         raise ValueError(
-            f"--resume auto: {run.path} has weights of a run, and no checkpoint to resume from (--ckpt.interval N "
-            "writes them); start again with --clean, or choose another --output-dir"
+            f"--resume auto: {run.path} has weights of a run, and no checkpoint to resume from "
+            f"({key_name('--ckpt.interval N')} writes them); start again with {key_name('--clean')}, or choose "
+            f"another directory ({key_name('--output-dir DIR')})"
         )
     if not found and resume is True:
         raise ValueError(
-            f"--resume: {run.path} has no checkpoint (--ckpt.interval N writes them); start again with --clean"
+            f"{key_name('--resume')}: {run.path} has no checkpoint ({key_name('--ckpt.interval N')} writes them); "
+            f"start again with {key_name('--clean')}"
         )
     return [found[step] for step in sorted(found, reverse=True)]
 
@@ -269,7 +272,8 @@ def restore_checkpoint(
     at = ranks.all_reduce_max(at if ranks.is_first else 0, device)
     if sources and at == len(sources):
         raise ValueError(
-            f"--resume: none of {', '.join(map(str, sources))} is whole; start again with --clean"
+            f"{key_name('--resume')}: none of {', '.join(map(str, sources))} is whole; start again with "
+            f"{key_name('--clean')}"
         )
     if not sources:
         return 0
@@ -285,9 +289,10 @@ def restore_checkpoint(
 def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
     """Raise ValueError if a resumed run would train differently."""
     for key, was, found in find_differences(before, now):
+        run, step = source.parent.parent, source.name.removeprefix("step_")
         raise ValueError(
-            f"--resume: {key} differs from the run in {source.parent.parent}: it had {was}, found {found}; "
-            f"with other keys it is a new run: --fork {source.parent.parent}@{source.name.removeprefix('step_')}"
+            f"{key_name('--resume')}: {key_name(key)} differs from the run in {run}: it had {was}, found {found}; "
+            f"with other keys it is a new run: {key_name('--fork')} {run}@{step}"
         )
 
 
