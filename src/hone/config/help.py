@@ -13,6 +13,7 @@ from hone.config.base import Config, Entry, walk_entries
 
 INDENT = " " * 6
 MAX_WIDTH_COLUMNS = 120
+TABLE_HEAD = ["| key | type | default | |", "|---|---|---|---|"]
 
 
 def help_text(command: str, summary: str, cls: type[Config]) -> str:
@@ -52,15 +53,20 @@ def keys_text(cls: type[Config]) -> str:
 
 def reference_table(cls: type[Config]) -> str:
     """Return all keys as a Markdown table."""
-    rows = ["| key | type | default | |", "|---|---|---|---|"]
-    for one in walk_entries(cls):
-        words = _describe_entry(one).replace("|", "\\|")
-        if one.is_section:
-            rows += [f"| **`{one.key}`** | section | | {words} |"] if words else []
-            continue
-        kind = _describe_type(one.field.annotation).replace("|", "\\|")
-        rows.append(f"| `{one.key}` | {kind} | {_describe_default(one.value)} | {words} |")
-    return "\n".join(rows)
+    return "\n".join([*TABLE_HEAD, *filter(None, map(table_row, walk_entries(cls)))])
+
+
+def table_row(one: Entry, within: str = "") -> str:
+    """Return an entry's row of a Markdown table; "" for a section without a description.
+
+    `within` is the dotted path of a section, ending in a dot, that is left out of the key.
+    """
+    words = _describe_entry(one).replace("|", "\\|")
+    if one.is_section:
+        return f"| **`{one.key}`** | section | | {words} |" if words else ""
+    kind = _describe_type(one.field.annotation).replace("|", "\\|")
+    default = _describe_default(one.value)
+    return f"| `{one.key.removeprefix(within)}` | {kind} | {default} | {words} |"
 
 
 def _describe_entry(one: Entry) -> str:

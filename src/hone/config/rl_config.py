@@ -44,7 +44,7 @@ class TrainerConfig(Config):
     and on a GPU up to 32,768 where their activations take a fifth of its memory at most."""
     activation_checkpointing: Free[bool] = False
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a third more work."""
+    about a quarter more time."""
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
     lora.rank."""

@@ -107,7 +107,7 @@ class SFTConfig(ResumableConfig):
     step. Either way the worst conversations are written to bad_steps/."""
     activation_checkpointing: Free[bool] = False
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a third more work."""
+    about a quarter more time."""
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
     --lora.rank 16."""

@@ -17,19 +17,20 @@ class EnvGroup(Environment):
         envs: the environments.
         env_names: their names, which become the `task` of examples and the prefix of metrics;
             "env_0", "env_1", … by default.
+        options: arguments of Environment.
 
     Raises ValueError unless each environment has a name of its own.
     """
 
     def __init__(
-        self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **_: Any
+        self, envs: Sequence[Environment], env_names: Sequence[str] | None = None, **options: Any
     ) -> None:
         names = list(env_names or [f"env_{i}" for i in range(len(envs))])
         if len(names) != len(envs) or len(set(names)) != len(names) or not names:
             raise ValueError(
                 f"EnvGroup: {len(envs)} environments and the names {names}; each needs a distinct name"
             )
-        super().__init__(dataset=[])
+        super().__init__(dataset=[], **options)
         self.envs = list(envs)
         self.env_names = names
         self.of = dict(zip(names, envs, strict=True))

@@ -9,6 +9,8 @@ stream and a pending delta: the output of the step before it, which the next nor
 stream.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -121,14 +123,15 @@ class CpuOps(Ops):
         weights = (own.out.weight, between.weight, mlp.gate_up.weight, mlp.down.weight)
         return cpu_training.feed(x_TD, mixed_TA, *weights, between.eps)
 
-    def can_fuse(self, block: nn.Module, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
+    def can_fuse(self, block: Any, x_TD: Tensor, keep_N: Tensor | None = None) -> bool:
         """Return True for a dense block in training, without adapters, biases or frozen weights."""
         # As many rows as the other linears have.
         kept_TD = x_TD if keep_N is None else x_TD[: len(keep_N)]
-        own: SelfAttention = block.attention  # type: ignore[assignment]
+        own: SelfAttention = block.attention
         linears = [layer for layer in block.modules() if isinstance(layer, Linear)]
-        return (
+        return bool(
             torch.is_grad_enabled()
+            and block.has_fused_form
             and cpu.takes(x_TD)
             and own.q_norm is not None
             and takes_heads(own.head_dim)

@@ -55,7 +55,7 @@ class ModelSpec:
     # --------------------------------------------------------------------------- what families may say otherwise
 
     @classmethod
-    def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
+    def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
         """Return the fields that a family's `config.json` has under its own keys.
 
         Raises ValueError or KeyError.

@@ -12,7 +12,7 @@ T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forwar
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,9 @@ FEED_FORWARD: dict[str, Any] = {"mlp": MLP, "experts": Experts}
 
 
 class Block(nn.Module):
+    # CpuOps may compute the whole block in one call; False in a subclass that has other steps.
+    has_fused_form: ClassVar[bool] = True
+
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)

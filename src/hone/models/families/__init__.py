@@ -55,7 +55,7 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
     try:
         heads = int(config["num_attention_heads"])
         spec = family(
-            **family.family_fields(config, origin),
+            **family.parse_own_fields(config, origin),
             vocab_size=int(config["vocab_size"]),
             hidden_size=int(config["hidden_size"]),
             num_hidden_layers=int(config["num_hidden_layers"]),

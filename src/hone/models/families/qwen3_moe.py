@@ -26,7 +26,7 @@ class Qwen3Moe(ModelSpec):
         return self.attention_linears
 
     @classmethod
-    def family_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
+    def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
         if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
             raise ValueError(
                 f"{origin}: blocks without experts (decoder_sparse_step, mlp_only_layers) are not supported"
