@@ -157,7 +157,7 @@ class RLTrainerArgs(Config):
     bf16: bool = True
     """Numbers are bfloat16 on a GPU; false: float32. On a CPU they are float32."""
     gradient_checkpointing: bool = False
-    """Keep only the inputs of the transformer blocks and compute the rest again: less memory, about a quarter more time."""
+    """Keep only the inputs of the transformer blocks and recompute the rest: less memory, about a quarter more time."""
     mask_ratio_low: Annotated[float, Field(ge=0)] = 0.125
     """Tokens whose importance ratio is below this have no loss."""
     mask_ratio_high: Annotated[float, Field(gt=0)] = 8.0
