@@ -59,7 +59,7 @@ def one_seed(seed: int) -> dict:
         "--log-interval",
         "100",
     )
-    control = demo.evaluate(demo.last_weights(out / "control"))
+    control = demo.evaluate(demo.last_weights(out / "control"), demo.ROOT / out / "eval_control")
     report["control_reward"] = control["sampled"]["reward"]
     report["control_exact"] = control["sampled"]["exact"]
     report["control_greedy_exact"] = control["greedy"]["exact"]

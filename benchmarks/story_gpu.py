@@ -36,9 +36,10 @@ def run(*words: object) -> str:
 
 
 def evaluate(model: Path, env: dict, tokens: int, *options: str) -> float:
+    saved = Path(tempfile.mkdtemp(prefix="story_eval"))
     server = [sys.executable, "-m", "hone", "inference", "--model.name", str(model), *options]
     with running(server, "--port", str(model), {}) as (url, _):
-        printed = run(
+        run(
             "-m",
             "hone",
             "vf-eval",
@@ -59,9 +60,9 @@ def evaluate(model: Path, env: dict, tokens: int, *options: str) -> float:
             1,
             "-a",
             json.dumps(env["args"]),
-            "-s",
+            "-o",
+            saved,
         )
-    saved = ROOT / printed.rpartition("saved in ")[2].split()[0]
     return json.loads((saved / "metadata.json").read_text())["reward"]
 
 

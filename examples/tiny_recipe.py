@@ -23,10 +23,10 @@ from demo import ROOT, last_weights, run, server
 from hone.child_process import end_with_parent
 
 
-def evaluate(model: str, env: dict, settings: dict, place: list[str]) -> dict:
-    """Rewards of every held-out example, sampled, and the metrics."""
+def evaluate(model: str, env: dict, settings: dict, place: list[str], saved: Path) -> dict:
+    """Rewards of every held-out example, sampled, and the metrics; saved in `saved`."""
     with server(model) as url:
-        printed = run(
+        run(
             "vf-eval",
             env["id"],
             "-m",
@@ -43,12 +43,12 @@ def evaluate(model: str, env: dict, settings: dict, place: list[str]) -> dict:
             str(settings["max_tokens"]),
             "-T",
             "1",
-            "-s",
+            "-o",
+            str(saved),
             "-a",
             json.dumps(env["args"]),
             *place,
         )
-    saved = ROOT / printed.rpartition("saved in ")[2].split()[0]
     metadata = json.loads((saved / "metadata.json").read_text())
     rows = [json.loads(line) for line in (saved / "results.jsonl").open()]
     return {
@@ -116,7 +116,7 @@ def main() -> None:
         seed,
     )
     before_weights = last_weights(out / "sft")
-    before = evaluate(before_weights, env, recipe["eval"], place)
+    before = evaluate(before_weights, env, recipe["eval"], place, ROOT / out / "eval_sft")
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
     begun = time.perf_counter()
     run(
@@ -132,7 +132,7 @@ def main() -> None:
         *steps,
     )
     rl_seconds = time.perf_counter() - begun
-    after = evaluate(last_weights(out / "rl"), env, recipe["eval"], place)
+    after = evaluate(last_weights(out / "rl"), env, recipe["eval"], place, ROOT / out / "eval_rl")
     rows = [json.loads(line) for line in (ROOT / out / "rl/metrics.jsonl").open()]
     plot(
         rows, [f"metrics/{env['id']}/{name}" for name in recipe["plot"]], ROOT / out / "curves.png"

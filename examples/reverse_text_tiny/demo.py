@@ -8,7 +8,6 @@ Ends with a table and writes OUT/report.json and OUT/curves.png.
 import argparse
 import json
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -86,12 +85,13 @@ def server(model: str, *options: str):
         process.wait(30)
 
 
-def evaluate(model: str, *options: str) -> dict:
+def evaluate(model: str, results: Path, *options: str) -> dict:
     """Reward and exact answers on the held-out prompts, sampled and greedy, and the texts of both."""
     result = {}
     with server(model, *options) as url:
         for name, temperature in (("sampled", "1"), ("greedy", "0")):
-            printed = run(
+            saved = results / name
+            run(
                 "vf-eval",
                 "reverse-text",
                 "-m",
@@ -110,9 +110,9 @@ def evaluate(model: str, *options: str) -> dict:
                 temperature,
                 "-a",
                 json.dumps(RL_TEXTS),
-                "-s",
+                "-o",
+                str(saved),
             )
-            saved = ROOT / re.search(r"saved in (\S+)", printed).group(1)
             metadata = json.loads((saved / "metadata.json").read_text())
             rows = [json.loads(line) for line in (saved / "results.jsonl").open()]
             result[name] = {
@@ -205,7 +205,9 @@ def main() -> None:
         "--held-out",
     )
     stage("data")
-    base = evaluate(f"{RECIPE}/model", "--model.random-init", "--seed", seed)
+    base = evaluate(
+        f"{RECIPE}/model", ROOT / out / "eval_base", "--model.random-init", "--seed", seed
+    )
     stage("base_eval")
     steps = ["--max-steps", str(args.sft_steps)] if args.sft_steps else []
     run(
@@ -224,7 +226,7 @@ def main() -> None:
     )
     sft_weights = last_weights(out / "sft")
     stage("sft")
-    sft = evaluate(sft_weights)
+    sft = evaluate(sft_weights, ROOT / out / "eval_sft")
     stage("sft_eval")
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
     run(
@@ -240,7 +242,7 @@ def main() -> None:
         *steps,
     )
     stage("rl")
-    rl = evaluate(last_weights(out / "rl"))
+    rl = evaluate(last_weights(out / "rl"), ROOT / out / "eval_rl")
     stage("rl_eval")
 
     plot(

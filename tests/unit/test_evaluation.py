@@ -95,6 +95,13 @@ def evaluate(client, folder=None, known=None):
     return asyncio.run(attempt_rollouts(env, client, env.get_dataset(), plan))
 
 
+def test_results_go_to_a_folder_that_holds_none(tmp_path):
+    folder = Folder.create(SETTINGS, token_ids=False, path=tmp_path / "here")
+    assert folder.path == tmp_path / "here" and Folder.open(folder.path).settings == SETTINGS
+    with pytest.raises(ValueError, match="--output-dir"):
+        Folder.create(SETTINGS, token_ids=False, path=tmp_path / "here")
+
+
 def test_results_that_were_begun_are_gone_on_with(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     folder = Folder.create(SETTINGS, token_ids=False)

@@ -169,6 +169,13 @@ def _add_result_options(add: Callable[..., Any]) -> None:
         help="write results.jsonl and metadata.json under outputs/evals",
     )
     add(
+        "-o",
+        "--output-dir",
+        type=Path,
+        metavar="FOLDER",
+        help="write them to this new folder; those of several evaluations to FOLDER/ENV",
+    )
+    add(
         "--resume",
         nargs="?",
         const="",
@@ -243,6 +250,8 @@ def list_evaluations(args: argparse.Namespace) -> list[argparse.Namespace]:
         if "sampling_args" in keys:
             fields = flatten_extra_body(keys["sampling_args"])
             keys["sampling_args"] = with_template(fields, args.template_arguments)
+        if args.output_dir is not None and len(listed) > 1:
+            keys["output_dir"] = args.output_dir / keys["env"].replace("/", "--")
         found.append(argparse.Namespace(**vars(args) | keys))
     return found
 

@@ -35,10 +35,21 @@ class Folder:
         self.token_ids = token_ids
 
     @classmethod
-    def create(cls, settings: dict[str, Any], token_ids: bool) -> "Folder":
+    def create(
+        cls, settings: dict[str, Any], token_ids: bool, path: Path | None = None
+    ) -> "Folder":
+        """Make a folder: `path`, or a new one under outputs/evals.
+
+        Raises ValueError if `path` holds results.
+        """
         name = f"{settings['env']}--{settings['model']}".replace("/", "--")
-        folder = cls(Path("outputs") / "evals" / name / uuid.uuid4().hex[:8], settings, token_ids)
-        folder.path.mkdir(parents=True)
+        new = Path("outputs") / "evals" / name / uuid.uuid4().hex[:8]
+        folder = cls(path or new, settings, token_ids)
+        if (folder.path / ABOUT).exists():
+            raise ValueError(
+                f"--output-dir: {path} holds results; continue them (--resume {path}), or choose another folder"
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
         folder.write_about(settings)
         return folder
 

@@ -149,10 +149,12 @@ def choose_folder(
 ) -> tuple[Folder | None, dict[int, Rollout]]:
     """Return the result folder, None if nothing is saved, and its finished rollouts.
 
-    Raises ValueError if there is nothing to resume.
+    Raises ValueError if there is nothing to resume, or an earlier evaluation in the new folder.
     """
     if args.resume is None:
-        return (Folder.create(settings, args.token_ids) if args.save_results else None), {}
+        is_saved = args.save_results or args.output_dir is not None
+        new = Folder.create(settings, args.token_ids, args.output_dir) if is_saved else None
+        return new, {}
     folder = Folder.open(Path(args.resume)) if args.resume else find_unfinished(settings)
     if folder is None:
         raise ValueError(
