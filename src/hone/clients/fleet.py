@@ -4,11 +4,11 @@
     a server that is lost, silent, or at an older version ─► its runs return to the head of the queue
                       └─► comes back ─ revive: current weights, verified ─► serves again
 
-A run here is a group of rollouts of one prompt, sent as one request. A server gets as many rollouts
-as it can compute at once and a small reserve. The others wait in the fleet's queue and can go to
-any server; evaluations go first. The fleet polls the servers for the tokens generated so far. A run
-that has to be sent again continues from them if `goes_on` is set; otherwise it starts over from its
-prompt, so that results are bitwise repeatable.
+A run here is a group of rollouts of one prompt, sent as one request. A server receives as many
+rollouts as it can generate at once, plus a small reserve. Other runs wait in the fleet's queue for
+any server; those of evaluations go first. The fleet polls the servers for the tokens generated so
+far. If a run has to be sent again and `goes_on` is set, it continues from these tokens; otherwise
+it starts again from its prompt, so that results are bitwise repeatable.
 """
 
 import asyncio
@@ -99,11 +99,11 @@ class Server:
             task.cancel()
 
     def update_progress(self, state: dict[str, Any]) -> None:
-        """Update the server's rollout limit and the partial completions from a /progress response.
+        """Update the rollout limit and the partial completions from a /progress response.
 
-        Only requests for which the server has no slot or no pages lower the limit. Requests that
-        merely wait to be admitted do not: a server that has just begun to read a step's requests is
-        not full.
+        The limit is lowered only if requests lack a slot or KV cache pages. Requests that merely
+        wait for admission do not lower it: a server that has just begun to read a step's requests
+        is not full.
         """
         running = state["running"]
         reserve = max(QUEUE_RESERVE, state["running"] // 8)
@@ -132,7 +132,7 @@ class Fleet:
         revive: loads the current weights into a server that came back, and returns their version.
         deadline: seconds to wait for a lost server.
         log: logger for lost and returned servers.
-        goes_on: continue a run that is sent again from the tokens that were reported for it.
+        goes_on: continue from the tokens generated so far when a run is sent again.
     """
 
     def __init__(
@@ -262,10 +262,10 @@ class Fleet:
             self._dispatch_runs()
 
     async def _request_turns(self, server: Server, run: _Run) -> list[Turn]:
-        """Request the turns of a run; cancel the request once nobody awaits them.
+        """Request the turns of a run; cancel the request when all its futures are done.
 
-        Raises OutdatedServer if the server generated with weights older than `run.version`, as
-        after a restart that nobody noticed.
+        Raises OutdatedServer if the server generated with weights older than `run.version`, for
+        example after an unnoticed restart.
         """
         count = len(run.futures)
         name = run.name if self.goes_on else ""

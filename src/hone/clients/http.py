@@ -43,7 +43,7 @@ class HttpClient:
         extra_body: fields that are added to every request.
         timeout: seconds per request.
         retries: further attempts after a lost connection, status 429 or 5xx.
-        is_hone: request logprobs as plain numbers, which costs both sides a tenth of the work.
+        is_hone: True for a server of Hone: request logprobs as plain numbers, a tenth of the work of OpenAI's format.
     """
 
     def __init__(
@@ -115,9 +115,9 @@ class HttpClient:
         """Return the server's response to /models; wait for a server on this machine.
 
         A server on this machine may still be loading its model, or may not listen yet. It is polled
-        until it has neither listened nor announced its start (`server_starts.py`) for
-        `no_sign_seconds`; after NOTICE_SECONDS a message on standard error says so. Servers
-        elsewhere are polled once. Raises ConnectionError.
+        until, for `no_sign_seconds`, it has neither listened nor announced its start
+        (`server_starts.py`). A wait longer than NOTICE_SECONDS is reported on standard error.
+        Servers elsewhere are polled once. Raises ConnectionError if there is no response.
         """
         url = httpx.URL(self.base_url)
         is_here = url.host in LOOPBACK
@@ -150,8 +150,8 @@ class HttpClient:
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         """Request one completion.
 
-        Raises RuntimeError with the message of a refusal, ContextFull if the conversation leaves no
-        room, ConnectionError if the server is gone.
+        Raises ContextFull if the conversation leaves no room for an answer, ConnectionError if the
+        server is lost, and RuntimeError with the server's message for another error status.
         """
         return (await self.chat_group(prompt, sampling, 1))[0]
 
@@ -351,9 +351,9 @@ def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
 
 
 def _describe_error(error: httpx.HTTPError) -> str:
-    """Return an error's type and text; of LocalProtocolError the type alone.
+    """Return an error's type and text, without the text of a LocalProtocolError.
 
-    The text of a LocalProtocolError may hold the API key.
+    That text may hold the API key.
     """
     name = type(error).__name__
     return name if isinstance(error, httpx.LocalProtocolError) else f"{name}: {error}"

@@ -197,8 +197,8 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: tables key by key, anything else replaced.
 
-    A table that is merged into a list of tables changes each of them. If it has the name of one of
-    them as a key, the keys below that name change this one alone.
+    A table that is merged into a list of tables is merged into each entry. If one of its keys is
+    the name of an entry, the keys below that name change this entry alone.
     """
     result = dict(base)
     for key, value in over.items():
@@ -269,10 +269,11 @@ def _merge_file(
 
 
 def users_keys(cls: type[Config]) -> dict[str, bool]:
-    """Return the keys whose tables have user-chosen names, such as arguments or adapters.
+    """Return the keys of tables with user-chosen names, such as arguments or adapters.
 
-    These names are kept as written, dashes included. The value is True if each entry is a section
-    with keys of Hone's own. A key that is the name of a section elsewhere is left out.
+    The parser keeps these names as written, dashes included. The value of a key is True if each
+    entry of its table is a section with keys of Hone's own. A key that is a section's name
+    elsewhere is left out.
     """
     found: dict[str, bool] = {}
     sections: set[str] = set()
@@ -448,7 +449,7 @@ def _is_tag(part: int | str) -> bool:
 
 
 def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
-    """Return a key's names without the `type` that pydantic inserts for a union of sections."""
+    """Return the path of a key without the tags that pydantic inserts for discriminated unions."""
     found: list[str] = []
     for name in names:
         field = (

@@ -1,4 +1,6 @@
-"""Table of the commands that read a configuration: type, function and summary, imported on use."""
+"""Table of the commands that read a configuration: import paths of type and function, and a
+summary.
+"""
 
 import importlib
 from typing import Any

@@ -13,7 +13,7 @@ def key_name(key: str) -> str:
 
 @contextlib.contextmanager
 def use_key_names(names: Mapping[str, str]) -> Iterator[None]:
-    """Use other names in the messages of this process until the block ends."""
+    """Use `names` for keys and flags in this process's messages until the `with` block ends."""
     before = dict(_names)
     _names.update(names)
     try:

@@ -67,7 +67,10 @@ def split_sections(cls: type[Config]) -> list[tuple[str, str, Table]]:
 
 
 def name_shared_sections(sections: dict[str, list[tuple[str, str, Table]]]) -> dict[Table, str]:
-    """Return the titles of tables that several sections have, by the last part of their path."""
+    """Return a title for each table that several sections share: the last part of a path.
+
+    Equal titles are numbered.
+    """
     places: dict[Table, list[str]] = {}
     for of_command in sections.values():
         for _, path, table in of_command:

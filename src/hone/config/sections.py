@@ -196,7 +196,7 @@ class NcclConfig(Config):
 
 
 def with_type(kind: str) -> BeforeValidator:
-    """Return a validator that gives a table of a union of sections its default `type`."""
+    """Return a validator that adds the default `type` to a table of a discriminated union."""
     return BeforeValidator(
         lambda value: {"type": kind, **value} if isinstance(value, dict) else value
     )

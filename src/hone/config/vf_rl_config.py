@@ -97,7 +97,7 @@ NEEDLESS = {
 
 
 class RLTrainerArgs(Config):
-    """The section `[trainer.args]`, and the arguments of `hone.RLTrainer` as `hone.RLConfig`."""
+    """The section `[trainer.args]`; as `hone.RLConfig`, the arguments of `hone.RLTrainer`."""
 
     model_config = ConfigDict(title="RLConfig")
 
@@ -213,10 +213,9 @@ class RLTrainerArgs(Config):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        """Drop unsupported keys that ask for the default behaviour; refuse the others.
+        """Drop unsupported keys whose value is the default behaviour; refuse the others.
 
-        Raises ValueError with the reason for a key of verifiers or transformers that is not
-        supported.
+        Raises ValueError with the reason if a key of verifiers or transformers is not supported.
         """
         if not isinstance(values, dict):
             return values
@@ -330,7 +329,7 @@ class VfRLConfig(Config):
         )
 
     def as_rl(self, gpus: int = 0) -> RLConfig:
-        """Return the run of `rl` for a machine with `gpus` GPUs. Raises ConfigError."""
+        """Return the configuration of `rl` for a machine with `gpus` GPUs. Raises ConfigError."""
         return validate_values(RLConfig, self._as_rl() | self._place_gpus(gpus))
 
     def resolve_config(self) -> RLConfig:

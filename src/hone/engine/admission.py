@@ -1,9 +1,9 @@
-"""Admission: give requests a slot and pages for their longest completion, in order of arrival.
+"""Admission: assign requests a slot and pages for their longest completion, in order of arrival.
 
-    waiting ─ plan: a slot, pages, shared prefix ─► prefilling, in stretches ─► decoding (`engine.py`)
+    waiting ─ plan: a slot, pages, shared prefix ─► chunked prefill (`Stretch`) ─► decoding (`engine.py`)
 
-A request whose prompt is already being prefilled for another request becomes its sibling: both
-share the full pages of the prompt.
+A request whose prompt is already being prefilled for another request becomes a sibling of that
+request: both share the full pages of the prompt.
 """
 
 from collections import defaultdict, deque
@@ -111,8 +111,8 @@ class Admission:
     def finish_prefill(self, leaders: list[Sequence]) -> None:
         """Finish the prefill of these sequences and their siblings.
 
-        They share the full pages of the prompt. The last, partial page is copied for each sibling,
-        since decoding writes to it.
+        Siblings share the full pages of the leader's prompt. The last, partial page is copied for
+        each sibling, since decoding writes to it.
         """
         source = []
         target = []

@@ -3,8 +3,9 @@
     slots ─ newest tokens ─┬─ layer by layer: DecodeAttention over the cache ─ hidden states ─┬─► draw ─► slots
                            └─ packed: one call for all layers ─ logits ───────────────────────┘
 
-The engine calls it step by step, or `graphs.py` captures it once and replays it. The packed model
-takes several steps in one call, draws included, if nobody needs logits.
+The engine runs decode steps one by one, or `graphs.py` captures a step once and replays it. The
+packed model runs several steps in one call, draws included, if no request uses filters, penalties
+or top logprobs.
 """
 
 from dataclasses import replace
@@ -104,7 +105,7 @@ class Decoder:
             result_BD: hidden states B x D, or logits B x V with `is_logits`.
             active_B: slot of each row.
             kind: kind of sampling (`TokenSampler`).
-            advance: True if this step stored the keys of the token before.
+            advance: True in a decode step, which has stored the keys of each slot's last token; False after prefill.
             is_logits: True if `result_BD` holds logits.
 
         Returns:

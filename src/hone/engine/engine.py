@@ -414,7 +414,7 @@ class Engine:
             self._process_results()
 
     def _next_turn(self) -> "_Turn":
-        """Collect the facts of the decoding batch and send them to the device."""
+        """Return the facts about the decoding batch, and write its active slots to the device."""
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (
             self.max_batch_size - len(self.decoding)
         )
@@ -501,8 +501,8 @@ class Engine:
     def _read_tokens(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
         """Copy tokens of sequences to the host, unless they are there already.
 
-        `wanted` holds sequences and the number of their first tokens to copy. Tokens after the
-        snapshot are not read.
+        `wanted` holds (sequence, n): copy its first n tokens. Tokens after the snapshot are not
+        read.
         """
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:

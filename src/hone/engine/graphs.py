@@ -1,13 +1,13 @@
 """Decode steps as CUDA graphs: one launch per step instead of up to 280.
 
-The host checks results only after several steps. A graph belongs to a number of rows (padded with
+The host checks results only after several steps. Each graph is for a number of rows (padded with
 the spare slot), a kind of sampling, adapters or none, and a way to read the cache: with or without
-shared pages, each sequence whole or in parts, with blocks for long or for short sequences. It is
-captured on first use.
+shared pages, with sequences whole or split into parts, with tile sizes for long or for short
+sequences. It is captured on first use.
 
 A server's requests arrive one by one, so any number of rows may occur for a few steps. A graph with
-more rows then stands in (except with shared pages) until its unused rows have cost as much as a
-capture. Some sizes are captured at the start (`warm_up.py`). All that changes between replays
+more rows is then used instead (except with shared pages), until its unused rows have cost as much
+as a capture. Some sizes are captured at the start (`warm_up.py`). All that changes between replays
 (active slots, pages, lengths) is in tensors at fixed addresses, as are the weights.
 """
 
@@ -59,7 +59,7 @@ class Key(NamedTuple):
 
 
 def pad_rows(rows: int) -> int:
-    """Return the number of rows to capture: powers of 2 up to 16, then multiples of 8, 16 and 32."""
+    """Round a number of rows up to a power of 2, above 16 to a multiple of 8, 16 or 32."""
     if rows <= 16:
         return gpu.power_of_2(rows)
     step = 8 if rows <= 64 else 16 if rows <= 256 else 32
@@ -138,7 +138,7 @@ class DecodeGraphs:
         return key
 
     def _shared_ranges(self, sequences: list[Sequence]) -> list[tuple[int, int, list[int]]]:
-        """Return page ranges (first, end) and the batch rows that share them.
+        """Return (first, end, rows) for each range of pages that several batch rows share.
 
         Rows with the same prompt share its full pages. The list is empty if sharing would save
         little.
@@ -173,10 +173,10 @@ class DecodeGraphs:
         ]
 
     def is_long(self, rows: int, longest: float, parts: int) -> bool:
-        """Return True if attention should use the blocks for long sequences.
+        """Return True if attention should use the tile sizes for long sequences.
 
-        They are used without shared pages and parts only. The longest sequence decides, since a
-        step takes as long as its block.
+        They are used only without shared pages and with undivided sequences. The longest sequence
+        decides, since a step takes as long as that sequence's thread block.
         """
         from hone.kernels.gpu.decode_attention import matters_length
 
@@ -186,9 +186,9 @@ class DecodeGraphs:
         return parts == 0 and longest > LONG_SEQUENCE_TOKENS and matters_length(*shape)
 
     def _choose_parts(self, rows: int, mean: float) -> int:
-        """Return into how many parts each sequence is divided; 0 leaves it whole.
+        """Return the number of parts into which attention splits each sequence; 0 for no split.
 
-        Parts use multiprocessors that would be idle with few sequences.
+        With few sequences, parts occupy multiprocessors that would be idle.
         """
         if numerics.keeps_order("attention"):
             return 0
@@ -215,7 +215,9 @@ class DecodeGraphs:
         return self.shared[key.stretches, key.parts]
 
     def rows_by(self, key: Key) -> DecodeRows:
-        """Return what attention kernels read for all slots in graphs with this key."""
+        """Return the slot states and page table that attention kernels read in graphs with this
+        key.
+        """
         from hone.kernels.gpu.decode_attention import Divided
 
         slots = self.slots

@@ -179,11 +179,11 @@ class PackedModel:
         """Run the compiled kernel and return logits, `count` x V.
 
         Args:
-            tokens: one row of COLUMNS per token; with `steps` scratch memory.
-            firsts: index of each task's first row, and the end.
+            tokens: one row of COLUMNS numbers per token; scratch memory if `steps` > 0.
+            firsts: index of the first row of each task, and the end of the last.
             table: page table.
             count: number of rows with logits.
-            steps: decode steps to run; 0 computes logits.
+            steps: decode steps to run; 0: compute logits.
             drawing: arguments of `whole_model.run` after `steps`.
         """
         self._follow_weights()

@@ -17,7 +17,7 @@ Key = tuple[int, tuple[int, ...]]
 class PagePool:
     """Pool of pages with reference counts.
 
-    Pages 1 to `pages` - 1 are allocated. Page 0 takes writes that nobody reads. `size` is the
+    Requests use pages 1 to `pages` - 1. Page 0 is for writes that are never read. `size` is the
     number of tokens per page.
     """
 
@@ -46,9 +46,9 @@ class PagePool:
         return -(-tokens // self.size)
 
     def match_prefix(self, ids: Sequence[int], adapter: int = 0) -> list[int]:
-        """Return cached pages that hold a prefix of `ids`.
+        """Return the cached pages that hold a prefix of `ids`.
 
-        The last token of `ids` is never in them, since its logits have to be computed.
+        They never include the last token of `ids`, since its logits have to be computed.
         """
         pages: list[int] = []
         chain = -adapter
@@ -61,7 +61,7 @@ class PagePool:
         return pages
 
     def idle_among(self, pages: list[int]) -> int:
-        """Return how many of these pages have no users; sharing them takes them from the available."""
+        """Return how many of these pages have no users; sharing them lowers `available_count`."""
         return sum(page in self._idle for page in pages)
 
     def take_pages(self, number: int) -> list[int]:

@@ -1,12 +1,13 @@
-"""Prefill: compute stretches of prompts, end to end, in one pass.
+"""Prefill: compute stretches of prompts, concatenated, in one pass.
 
     stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
                                           └─ as one CUDA graph ───┘
 
-A stretch is a range of tokens of one prompt. Launching the kernels of a pass takes the host as long
-as an H200 takes for about 4,000 tokens of a 0.6B model. So on a GPU a pass over whole prompts is
-captured as a graph when its rounded shape occurs for the second time. The graph of a larger pass
-stands in until its padding has cost as much as launching.
+A stretch is a range of tokens of one prompt (a chunk, in chunked prefill). The host needs as long
+to launch the kernels of a pass as an H200 needs to compute about 4,000 tokens of a 0.6B model. So
+on a GPU a pass over whole prompts is captured as a graph when its rounded shape occurs for the
+second time. If the graph of a larger pass exists, it is used instead until its padding has cost as
+much as launching.
 """
 
 from collections.abc import Callable
@@ -93,7 +94,7 @@ class Prefill:
         return hidden_PD
 
     def capture_graph(self, shape: "Shape") -> None:
-        """Capture the graph of this shape, if graphs are used."""
+        """Capture the CUDA graph of this shape; `captured` must not be None."""
         assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # inputs of empty prompts
         attention = PrefillAttention(

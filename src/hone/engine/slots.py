@@ -92,7 +92,7 @@ class Slots:
             target.index_copy_(0, index, to_device(values, self.device))
 
     def take_snapshot(self) -> "Snapshot":
-        """Start copying the state to the host, as it is after the work launched so far.
+        """Start copying the state to the host, as left by all work launched so far.
 
         On a CPU nothing is copied.
         """

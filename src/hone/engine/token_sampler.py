@@ -63,7 +63,7 @@ def draw_tokens(
         threshold_B: smallest logit of each row that may be drawn; None: any.
         slots: state of the sequences.
         active_B: slot of each row.
-        advance: True if this step stored the keys of the token before.
+        advance: True in a decode step, which has stored the keys of each slot's last token; False after prefill.
     """
     slot = (slots.parameters, slots.state, active_B, slots.stops, slots.tokens, slots.logprobs)
     if logits_BV.is_cuda and gpu.IS_AVAILABLE:
@@ -103,9 +103,9 @@ def draw_tokens(
 def note_ordered_logprobs(
     plain_BV: Tensor, before_B: Tensor, slots: Slots, active_B: Tensor
 ) -> None:
-    """Replace the logprob of each slot's newest token by the one that training computes.
+    """Overwrite the logprob of each slot's newest token with the one that training computes.
 
-    `before_B` is the number of tokens before the draw; slots without a new token are left
+    `before_B` holds each slot's number of tokens before the draw; slots that drew none are
     unchanged.
     """
     from hone.kernels.gpu import training_kernels
@@ -169,9 +169,9 @@ def pick_tokens(logits_BV: Tensor, temperature_B: Tensor, uniform_B: Tensor) -> 
 def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
     """Return the smallest logit of each row that passes top-k, top-p and min-p.
 
-    top-p applies to what top-k keeps, and keeps the likeliest tokens until their probability
-    reaches it (Holtzman et al. 2020). min-p keeps tokens with at least that share of the likeliest
-    token's probability (Nguyen et al. 2024).
+    top-p applies to the tokens that top-k keeps: it keeps the likeliest until their total
+    probability reaches top-p (Holtzman et al. 2020). min-p keeps tokens with at least that fraction
+    of the likeliest token's probability (Nguyen et al. 2024).
     """
     V = logits_BV.shape[1]
     temperature_B1 = parameters[:, column.TEMPERATURE, None]

@@ -1,7 +1,7 @@
 """Warm up an engine before its first request: compile kernels and capture graphs.
 
-Inside `together()` (`kernels/gpu/compiling.py`), `compile_kernels` compiles several kernels at
-once.
+Call `compile_kernels` inside `together()` (`kernels/gpu/compiling.py`), which compiles several
+kernels in parallel.
 """
 
 import torch
@@ -58,7 +58,7 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
 
 @torch.no_grad()
 def capture_graphs(engine: Engine) -> None:
-    """Capture graphs of plain requests that can stand in for smaller ones.
+    """Capture graphs of plain requests that smaller batches and prefill passes can use too.
 
     Call it after `compile_kernels`, once kernels are compiled. Does nothing without GPU kernels.
     """

@@ -1,7 +1,10 @@
-"""Model client of one rollout: keep the tokens of earlier turns, and seed each turn differently.
+"""Model client of one rollout: prompts extend the token ids of earlier turns.
 
-turn 1: messages ─► prompt ids, completion ids      turn 2: messages that continue turn 1's and its reply
-                              └────────────────────────────► those ids, then the template's text after them
+    turn 1: messages ─► prompt ids, completion ids
+    turn 2: messages that begin with those of turn 1 and its answer
+            ─► prompt ids: ids of turn 1, then the chat template's text after them
+
+Each turn has its own seed.
 """
 
 from collections.abc import Mapping

@@ -79,10 +79,10 @@ class EnvGroup(Environment):
         return self.of[example.task].demonstrate(messages, self._own_of(example), rng)
 
     def _own_of(self, example: Example) -> Example:
-        """Return the member environment's own example for an example of the group.
+        """Return the member environment's example that corresponds to an example of the group.
 
-        They differ in `id`, and in `task` if the member is a group itself. Raises ValueError for an
-        example that is not the group's.
+        The two differ in `id`; they differ in `task` only if the member is an EnvGroup. Raises
+        ValueError if `example` is not in the group.
         """
         for examples, owned in self._owned:
             if example.id < len(owned) and _is_same(examples[example.id], example):

@@ -97,11 +97,11 @@ class Environment(ABC):
         self._train, self._eval = self._build_examples(dataset), self._build_examples(eval_dataset)
 
     def get_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """Return the training examples, or the evaluation examples if there are no others.
+        """Return the training examples, or the evaluation examples if there is no training data.
 
         Args:
             n: number of examples to return; -1 for all.
-            seed: shuffle with this seed first; None keeps the order.
+            seed: seed of a shuffle before the selection; None keeps the order.
         """
         return _select_examples(
             self._train if self._train is not None else self._eval or [], n, seed
@@ -125,8 +125,8 @@ class Environment(ABC):
     ) -> Message | str | None:
         """Return a good answer to `messages`: text or a message with tool calls; None if unknown.
 
-        `hone env data` makes SFT data from it and `hone env check` checks rewards with it. The
-        default is the example's answer as the parser writes it.
+        The default is the example's answer in the parser's format. `hone env data` makes SFT data
+        from these answers, and `hone env check` checks their rewards.
         """
         return None if example.answer == "" else self.parser.write(str(example.answer))
 
@@ -171,7 +171,10 @@ class Environment(ABC):
         self.rubric.check()
 
     def on_reward_error(self, what: str) -> None:
-        """Choose what a failed reward function does: "fail" the rollout or count "zero"."""
+        """Set the effect of a failed reward function.
+
+        `what` is "fail" (the rollout fails) or "zero" (the function counts as 0).
+        """
         self.rubric.set_on_error(what)
 
     def _scoring_arguments(self, rollout: Rollout) -> dict[str, Any]:
@@ -253,7 +256,10 @@ def _as_json(answer: Any) -> Any:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table without the nulls that its column types added to the prompt."""
+    """Return a row of an Arrow table with nulls removed from its prompt.
+
+    Arrow fills keys that a message lacks, but other messages have, with nulls.
+    """
     return {key: drop_nulls(value) if key == "prompt" else value for key, value in row.items()}
 
 

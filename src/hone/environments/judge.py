@@ -25,18 +25,19 @@ JUDGE_RETRIES = 3
 
 
 class JudgeRubric(Rubric):
-    """Rubric whose reward functions can ask a judge model.
+    """Rubric whose reward functions can call a judge model.
 
-    A reward function that takes `judge` calls `await judge(prompt, completion, answer, state)`.
-    Answers are cached in the rollout's state, so that several functions share one request.
+    A reward function with a parameter `judge` calls `await judge(prompt, completion, answer,
+    state)`. The judge's answers are cached in the rollout's state, so that several functions share
+    one request.
 
     Args:
-        judge_client: an `openai` client; without it `base_url` is used, with the key from the
-            environment variable `api_key_var`.
+        judge_client: an `openai` client; by default requests go to `base_url`, with the key from
+            the environment variable `api_key_var`.
         judge_model: name of the judge on its server.
-        judge_sampling_args: further keys of the request.
-        judge_prompt: text with {question}, {answer} and {response}.
-        timeout: seconds per request, without `judge_client`.
+        judge_sampling_args: further fields of the request.
+        judge_prompt: prompt template with {question}, {answer} and {response}.
+        timeout: seconds per request; not used with `judge_client`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Compare mathematical expressions with math-verify, in processes that are killed on a timeout.
 
-Model output such as towers of powers can compute for minutes, in C code that no exception
-interrupts.
+Some expressions, such as towers of powers, take minutes to evaluate in C code that a Python
+exception cannot interrupt.
 """
 
 import asyncio

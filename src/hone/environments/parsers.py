@@ -100,7 +100,10 @@ def extract_hash_answer(text: str) -> str:
 
 
 def extract_boxed_answer(text: str, strict: bool = False) -> str:
-    r"""Return the content of the last `\boxed{…}`; without one the text, or "" if `strict`."""
+    """Return the content of the last LaTeX command `boxed{…}`.
+
+    For text without it, return the whole text, or "" if `strict`.
+    """
     _, found, rest = text.rpartition("\\boxed{")
     depth = 1
     for i, letter in enumerate(rest if found else ""):
@@ -113,9 +116,10 @@ def extract_boxed_answer(text: str, strict: bool = False) -> str:
 class XMLParser(Parser):
     """Parse fields written as `<field>…</field>`.
 
-    A field given as several names matches any of them. `parse` returns an object with one attribute
-    per name, None for missing tags. `parse_answer` returns `answer_field` (by default `answer`, or
-    else the last field) of the last assistant message that has it.
+    A field given as a list of names matches a tag with any of these names. `parse` returns an
+    object with one attribute per name, which is None if the tag is missing. `parse_answer` returns
+    the content of `answer_field` in the last assistant message that has this field; the default of
+    `answer_field` is `answer`, or the last field if there is no `answer`.
     """
 
     def __init__(

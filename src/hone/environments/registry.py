@@ -51,9 +51,10 @@ def _load_configured(env: EnvConfig) -> Environment:
 
 
 def add_folder(place: str, env_id: str) -> None:
-    """Add an environment's folder `place`/my_env to the import path, here and for its workers.
+    """Add an environment's folder to the import path, here and for its workers.
 
-    It holds my_env.py or a package my_env. A folder that does not exist is ignored.
+    The folder is `place`/my_env for the module my_env; it holds my_env.py or a package my_env. A
+    folder that does not exist is ignored.
     """
     folder = Path(place) / native.module_of(env_id)
     if folder.is_dir():

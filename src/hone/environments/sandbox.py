@@ -128,7 +128,7 @@ class Sandbox:
         return "\n".join(said)
 
     async def reset(self) -> None:
-        """Restart the session for another rollout, without names, files or threads of the last."""
+        """Restart the session for another rollout; its variables, files and threads are discarded."""
         await self._send_request({"reset": True})
 
     async def close(self) -> None:

@@ -3,10 +3,10 @@
     stdin {"code", "seconds"} ─► keeper, process 1 of its namespace ─ pipe ─► session, a fork without privileges
     stdout {"text"}           ◄─                                   ◄─ its output, and a byte at the end of a call
 
-The session sees its own root directory: the system's programs and Python, read-only, and a folder
-in memory. It can start threads but no process, so its limits are those of the sandbox and one
-signal stops or ends all of it. It is stopped between calls; a session that dies or takes too long
-is replaced. Only the standard library is imported.
+The session sees its own root directory: the system's programs and Python, read-only, and a home
+directory in memory. It can start threads but no processes, so limits on one process bound the whole
+sandbox, and one signal stops or kills all threads. The session is stopped between calls. A session
+that dies or takes too long is replaced. Only the standard library is imported.
 """
 
 import ast
@@ -125,10 +125,11 @@ def mount_home(path, disk):
 def filter_system_calls():
     """Install a seccomp filter for this process and its threads.
 
-    It refuses calls that start processes, make namespaces, mount, trace, use kernel memory that no
-    limit counts, or reach into the kernel, and sockets of families that a network namespace does
-    not contain (vsock). A filter cannot see the flags of clone3, so that call is reported as not
-    implemented, as are all calls newer than Linux 5.10; the C library then uses clone.
+    The filter denies calls that start processes, create namespaces, mount, trace processes,
+    allocate kernel memory that no limit counts, or expose kernel internals (bpf, io_uring). It
+    denies sockets of families that a network namespace does not isolate (vsock). clone3 and all
+    calls newer than Linux 5.10 fail as not implemented: a filter cannot read the flags of clone3,
+    and the C library then uses clone.
     """
     architecture, clone, socket, first_new, refused = SYSTEM_CALLS[os.uname().machine]
     load = 0x20
@@ -246,7 +247,10 @@ class Session:
         return text, dropped, f"did not end within {seconds:g} s"
 
     def discard_output(self):
-        """Discard what the code wrote after the end of its call. The session is stopped, so this ends."""
+        """Discard output that the code wrote after the end of its call.
+
+        The session is stopped now and cannot write more, so the loop ends.
+        """
         while select.select([self.printed, self.ended], [], [], 0)[0]:
             if not any(
                 os.read(fd, 1 << 16)

@@ -195,7 +195,7 @@ class ToolEnv(MultiTurnEnv):
     async def arguments_of(
         self, name: str, arguments: dict[str, Any], messages: list[Message], state: State
     ) -> dict[str, Any]:
-        """Return the arguments to call a tool with; subclasses may change those of the model."""
+        """Return the arguments for a tool call: those of the model, unless a subclass changes them."""
         return arguments
 
     async def call_tool(

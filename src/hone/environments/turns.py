@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _make_decorator(kind: str, words: str) -> Callable[..., Any]:
-    """Return a decorator that marks methods as `kind`; higher `priority` runs first.
+    """Return a decorator that marks methods as `kind`, with an optional `priority`.
 
-    `words` complete the decorator's docstring.
+    Methods of higher priority run first. `words` are inserted into the decorator's docstring.
     """
 
     def mark_method(method: F | None = None, *, priority: int = 0) -> Any:
@@ -47,9 +47,9 @@ class MultiTurnEnv(Environment):
     """A model and an environment take turns, with at most `max_turns` model turns (-1: no limit).
 
     Override `env_response(messages, state)` to answer the model's last message, and
-    `setup_state(state)` to prepare a rollout. Methods marked `@stop` end it, and so does
-    `state["final_env_response"]`, messages that the model does not answer. All may be sync or
-    async.
+    `setup_state(state)` to prepare a rollout. A rollout ends when a method marked `@stop` returns
+    True, or when `env_response` sets `state["final_env_response"]` to closing messages, which the
+    model does not answer. All these methods may be sync or async.
 
     `state` has prompt, completion (messages so far), answer, info, task, example_id, turn (number
     of model turns), trajectory (prompt and completion of each turn), and what the environment adds.
@@ -173,7 +173,7 @@ class MultiTurnEnv(Environment):
         return over
 
     def _is_ours(self, name: str) -> bool:
-        """Return True if a method is not overridden, so that calling it can be skipped."""
+        """Return True if no subclass overrides the method `name`; `_call_hook` is then not needed."""
         return getattr(getattr(self, name), "__func__", None) is getattr(MultiTurnEnv, name)
 
     async def _call_hook(

@@ -277,9 +277,9 @@ def _check_keys(path: Path, keys: dict[str, Any]) -> None:
 
 
 def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
-    """Return request fields with those under `extra_body` moved to the top level.
+    """Return request fields with the entries of `extra_body` moved to the top level.
 
-    OpenAI's client takes fields of other servers under `extra_body`.
+    OpenAI's client passes fields that are not in OpenAI's API as `extra_body`.
     """
     return {key: value for key, value in given.items() if key != "extra_body"} | (
         given.get("extra_body") or {}

@@ -21,14 +21,14 @@ class RolloutPlan:
     """How to run the rollouts of an evaluation.
 
     Attributes:
-        per_example: rollouts of each example.
-        sampling: of all rollouts; each has its own seed, which follows from `sampling.seed`.
+        per_example: number of rollouts of each example.
+        sampling: sampling parameters; the seed of each rollout is derived from `sampling.seed`.
         timeout: seconds per rollout.
         retries: further attempts at a rollout that failed.
-        max_in_flight: most rollouts in flight; all if None.
-        finished: finished rollouts by number, which are not run again.
-        on_rollout: called with the number of each finished rollout, and the rollout.
-        gives_up: checked before each rollout; True skips it.
+        max_in_flight: maximum number of concurrent rollouts; None for no limit.
+        finished: finished rollouts by number; an example is skipped if all its rollouts are finished.
+        on_rollout: called with the number and the rollout when one has finished.
+        gives_up: called before each rollout; if it returns True, the rollout is not run.
     """
 
     per_example: int

@@ -39,11 +39,13 @@ def endpoint_for(
     registry: str,
     chat_template: str | None = None,
 ) -> Iterator[Endpoint]:
-    """Context manager: the server that is given or named, or a new one for the model.
+    """Context manager that yields the endpoint of an existing server, or of a new one.
 
-    For a model that can be loaded here, the registry's default endpoint is used only if it serves
-    the model and no `chat_template` is given; otherwise a server is started. Raises ValueError if
-    there is no server and none can be started, or if `chat_template` is given for another server.
+    An existing server is given by `base_url` or by an entry of the registry. The registry's default
+    entry is not used if the model can be loaded here and its server does not have the model or
+    `chat_template` is given; a new server is then started. For a hub id, this holds only if the
+    default server is on this machine. Raises ValueError if there is no server and none can be
+    started, or if `chat_template` is given for an existing server.
     """
     found = None
     path = Path(model).expanduser()

@@ -147,9 +147,10 @@ def _save_results(
 def choose_folder(
     args: argparse.Namespace, settings: dict[str, Any]
 ) -> tuple[Folder | None, dict[int, Rollout]]:
-    """Return the result folder, None if nothing is saved, and its finished rollouts.
+    """Return the result folder (None if nothing is saved) and its finished rollouts by number.
 
-    Raises ValueError if there is nothing to resume, or an earlier evaluation in the new folder.
+    Raises ValueError if there is nothing to resume, or if a folder for new results already has
+    some.
     """
     if args.resume is None:
         is_saved = args.save_results or args.output_dir is not None

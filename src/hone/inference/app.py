@@ -137,12 +137,12 @@ class KeyGuard:
 
 
 class PageGuard:
-    """Middleware that keeps web pages in a local browser from using a server without a key.
+    """Middleware that stops web pages in a local browser from using a server without an API key.
 
-    A page may send requests to this machine and, under its own domain if that resolves to 127.0.0.1
-    (DNS rebinding), read the answers. So on loopback the Host header must be an address, localhost
-    or the machine's name. On every address, requests other than GET must not come from a page of
-    another machine, and their body must be declared as JSON, which a page cannot do without a
+    A page can send requests to this machine. It can also read the answers if its own domain
+    resolves to 127.0.0.1 (DNS rebinding). So on loopback the Host header must be an IP address,
+    localhost or the machine's name. On every address, a request other than GET must not come from a
+    page of another machine, and its body must be declared as JSON, which a page cannot do without a
     preflight request.
     """
 
@@ -178,7 +178,9 @@ class PageGuard:
         return ""
 
     def _is_known(self, scope: Scope, host: str) -> bool:
-        """Return False for a loopback request whose host name may come from foreign DNS."""
+        """Return False for a loopback request to a host name that DNS rebinding may have redirected
+        here.
+        """
         reached = (scope.get("server") or ("127.0.0.1",))[0]
         is_local = not is_address(reached) or ipaddress.ip_address(reached).is_loopback
         return not is_local or not host or host in self.names or is_address(host)

@@ -1,8 +1,8 @@
-"""Backends of a server: Hone's engine, in this process or its own (engine_process.py), or vLLM.
+"""Backends of a server: Hone's engine in this or a separate process (engine_process.py), or vLLM.
 
 with backend(config) as opened:
-    served = opened.wait()  # until the model is loaded
-    opened.run(program)     # a coroutine that serves it
+    served = opened.wait()  # returns once the model is loaded
+    opened.run(program)     # runs the coroutine that serves the model
 """
 
 import asyncio
@@ -155,9 +155,9 @@ class Vllm:
 
     @staticmethod
     def run_headless(config: InferenceConfig) -> None:
-        """Run copies of the model for a server on another machine.
+        """Run the vLLM engines of a server whose HTTP routes are on another machine.
 
-        Raises ValueError when they end.
+        Raises ValueError when vLLM ends.
         """
         from hone.inference.samplers.vllm_process import VllmProcess
         from hone.models.hf import resolve_model

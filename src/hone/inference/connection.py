@@ -1,4 +1,4 @@
-"""The connection of one request: detect a client that hangs up, and stream to one that reads."""
+"""Client connection of one request: detect a disconnect, and stream server-sent events."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
@@ -73,9 +73,9 @@ async def unless_gone(connection: Request, *work: Coroutine[Any, Any, T]) -> lis
 
 
 class EventStream(Response):
-    """Response that streams server-sent events: `head`, then `events`, which end with DONE.
+    """Response that streams server-sent events: first the text `head`, then `events`.
 
-    `events` is closed at once when the client hangs up.
+    The last event ends with DONE. `events` is closed at once when the client disconnects.
     """
 
     def __init__(self, head: str, events: AsyncGenerator[str, None], listening: Listening) -> None:

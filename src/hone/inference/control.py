@@ -1,22 +1,25 @@
-"""Control routes of a server: pause it, load new weights, prove what it serves.
+"""Control routes of a server: pause it, load new weights, and report which weights it serves.
 
-    POST /pause?mode=keep|wait|abort     stop computing: keep what runs, finish it, or end it
-    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?},
-                                         between two steps; without transport as files of weight_dir, with the message
-                                         of a sender (transport/weight_transport.py); 409 where the trainer is
-                                         at a later version
-    POST /resume                         go on
-    GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused;
-                                         ?each=true: the fingerprint of each weight too
-    POST /progress                       {"known": {NAME: N}}: numbers of running and waiting requests, of waiting ones
-                                         without_room, and the tokens of named requests after the first N
-    POST /score                          {"ids": […] or several, "temperature": 1.0}: logprobs of every token after the
-                                         first
+    POST /pause?mode=keep|wait|abort     stop computing; running requests continue after /resume (keep), finish first
+                                         (wait), or end now with the tokens they have (abort)
+    POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?}:
+                                         load a version between two steps of the engine, from the files in weight_dir
+                                         or as `transport`, the sender's message, describes
+                                         (transport/weight_transport.py); 409 if the trainer has a later version
+    POST /resume                         continue computing
+    GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused; with
+                                         ?each=true also the fingerprint of each weight
+    POST /progress                       {"known": {NAME: N}}: number of running requests, of waiting ones, and of those
+                                         that lack a slot or cache pages (without_room); and the tokens of each named
+                                         request after its first N
+    POST /score                          {"ids": […] or a list of such lists, "temperature": 1.0}: logprobs of every
+                                         token after the first
     POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
 If the server has an API key, these routes require it; otherwise they only answer requests from this
-machine. If weight_dir, or the folder `text` beside it, has a tokenizer, it replaces the served one.
+machine. A tokenizer in the folder `text` beside weight_dir, or in weight_dir itself, replaces the
+served tokenizer.
 """
 
 from collections.abc import Coroutine

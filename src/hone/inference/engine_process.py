@@ -53,7 +53,7 @@ log = logging.getLogger("hone.inference")
 class SamplerFacts(NamedTuple):
     """Properties of the engine's sampler, cached in the server.
 
-    Results of calls that may change them bring new values.
+    The engine process sends new values with the result of every call that may change them.
     """
 
     context: int
@@ -319,7 +319,10 @@ class Apart:
         return self
 
     def wait(self) -> Served:
-        """Wait until the engine is ready; return the served model. Raises its start-up error."""
+        """Wait until the engine is ready; return the served model.
+
+        Raises the error that made the start fail.
+        """
         try:
             ready = receive_value(self.sock)
         except (EOFError, OSError):

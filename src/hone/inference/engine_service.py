@@ -6,13 +6,13 @@
     awaiting futures ◄─ call_soon_threadsafe, once per step ◄──── finished requests ◄┘   (lockstep: once all are done)
 
 Requests made in one turn of the event loop reach the engine together, so the rollouts of a group
-share their prompt. In lockstep mode completions are held until the engine is idle: batches then do
-not depend on timing, so runs repeat to the bit, and reward functions do not compete with decoding
-for cores.
+share the pages of their prompt. In lockstep mode completions are held until the engine is idle:
+batches then do not depend on timing, so runs repeat to the bit, and reward functions do not compete
+with decoding for cores.
 
-Compute is the main thread because the OpenMP runtime counts worker threads over all threads that
-ever computed: with more of them than cores it puts workers to sleep after every operation, which
-makes small operations three times slower.
+The compute thread is the main thread because of the OpenMP runtime, which counts the worker threads
+of every thread that has ever computed. If it counts more than there are cores, it puts workers to
+sleep after every operation, which makes small operations three times slower.
 """
 
 import asyncio
@@ -34,9 +34,10 @@ _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class EngineService:
-    """Asyncio interface of an engine: `run_beside` computes here while a program runs in a thread.
+    """Asyncio interface of an engine.
 
-    With `lockstep`, completions are delivered only when the engine is idle.
+    `run_beside` runs the engine on the calling thread, and the asyncio program that uses it on
+    another. With `lockstep`, completions are delivered only when the engine is idle.
     """
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:

@@ -18,8 +18,8 @@ log = logging.getLogger("hone.inference")
 def find_allowed_directories(config: InferenceConfig) -> list[Path]:
     """Return the directories that a server's weights and adapters may be read from.
 
-    By default these are the working directory, $OUTPUT_DIR if it is set, and the directory that
-    contains the model's.
+    By default these are the working directory, $OUTPUT_DIR if it is set, and the parent of the
+    model's directory.
     """
     if config.allowed_dirs is not None:
         return config.allowed_dirs

@@ -35,7 +35,7 @@ class Change:
 
     @property
     def corrections(self) -> tuple[float, float]:
-        """Bias corrections: divisors of the first moment and of the second's square root."""
+        """Return the bias corrections: divisors of the first moment and of sqrt(second moment)."""
         return 1 - self.betas[0] ** self.step, math.sqrt(1 - self.betas[1] ** self.step)
 
 

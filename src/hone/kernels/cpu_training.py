@@ -1,9 +1,9 @@
-"""The two halves of a training block on a CPU, one compiled call forward and one backward each.
+"""The two halves of a transformer block on a CPU, one compiled call forward and one backward each.
 
     x ─ add, norm, qkv, heads, attention ─► mixed ─ out, add, norm, gate_up, swiglu, down ─►        mix, feed
 
-Results have the same bits as the separate operations. For a small model those take less time than
-the Python code between them. Implemented in `kernels/cpu/block.py`.
+Results have the same bits as those of the separate operations, which in a small model take less
+time than the Python code between them. Implemented in `kernels/cpu/block.py`.
 """
 
 from typing import Any

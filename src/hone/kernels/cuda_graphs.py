@@ -10,9 +10,9 @@ import torch
 class Captured:
     """Collection of CUDA graphs that run one after the other.
 
-    A graph's result is valid until the next graph runs. With `stand_in`, larger graphs do smaller
-    work until a graph for that work would pay off. The last bits of a result then depend on what
-    was captured before.
+    A graph's result is valid until the next graph runs. With `stand_in`, a larger graph runs in
+    place of a missing smaller one until a capture of the smaller one would pay off. The last bits
+    of a result then depend on which graphs were captured before.
     """
 
     def __init__(self, stand_in: bool = False) -> None:
@@ -29,9 +29,10 @@ class Captured:
         return iter(self.graphs)
 
     def may_stand_in(self, key: Hashable, spare: float, pays: float) -> bool:
-        """Return True if a larger graph, wasting `spare`, may do the work of `key` once more.
+        """Return True if a larger graph may run once more in place of missing graph `key`.
 
-        It may while the total waste for `key` is less than `pays`, the cost of a capture.
+        `spare` is the work wasted by this run; the total waste for `key` must be less than `pays`,
+        the cost of a capture.
         """
         if self.stand_in:
             self._spare[key] += spare

@@ -38,7 +38,7 @@ class FingerprintTable(ABC):
 
 
 def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
-    """Return one row (ADDRESS … TENSOR) per stretch of the tensors with these numbers."""
+    """Return one row (address, word count, factor, index) per stretch of the tensors `numbers`."""
     rows = [np.empty((0, COLUMNS), dtype=np.int64)]
     for number in numbers:
         one = words[number]

@@ -62,7 +62,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> tuple[Ten
 
 
 def addresses(*tensors: Tensor) -> list[int]:
-    """Return each tensor's address and its floats from token to token, in one flat list."""
+    """Return each tensor's address and its stride between tokens, in one flat list."""
     return [value for x in tensors for value in (x.data_ptr(), x.stride(0))]
 
 

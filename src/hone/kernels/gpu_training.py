@@ -35,8 +35,8 @@ def norm_linear(
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, and the projection of the normalized sum, T x O.
 
-    The projection is by weight, or by weight + b a if the low-rank factors are given. `whole` is
-    this sum, for one product instead of three.
+    The projection is by weight, or by weight + b a if the low-rank factors a and b are given.
+    `whole`, if given, is weight + b a: the projection is then one matrix product instead of three.
     """
     total, out = _NormLinear.apply(
         x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD
@@ -52,7 +52,7 @@ def whole_linear(
     a_RI: Tensor | None = None,
     b_OR: Tensor | None = None,
 ) -> Tensor:
-    """Return x projected by `whole`, which is weight + b a: T x O."""
+    """Return x projected by `whole` = weight + b a, T x O; gradients go to weight, a and b."""
     out: Tensor = _WholeLinear.apply(x_TI, weight_OI, bias_O, a_RI, b_OR, whole_OI)  # type: ignore[no-untyped-call]
     return out
 

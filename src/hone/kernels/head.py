@@ -102,7 +102,7 @@ class _Chunk:
     def add_gradients(
         self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
     ) -> None:
-        """Write the hidden states' gradients and add the weight's; overwrite the logits."""
+        """Write the hidden states' gradient and add the weight's; the logits may be overwritten."""
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
 

@@ -1,7 +1,7 @@
-"""y = x W^T + b with gradients, by torch's products or Hone's.
+"""Compute y = x W^T + b with gradients, by torch's matrix products or Hone's kernels.
 
-On a CPU the compiled products are used where they are faster (`cpu/products.py`). On a GPU with
-exact numerics, products sum in one fixed order (`numerics.py`).
+On a CPU the compiled matrix products are used where they are faster (`cpu/products.py`). On a GPU
+with exact numerics, matrix products sum in one fixed order (`numerics.py`).
 """
 
 import torch
@@ -37,7 +37,7 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
 
 
 def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if the compiled product supports this and is faster than torch's."""
+    """Return True if the compiled CPU kernel supports x W^T and is preferred to torch's product."""
     is_worth_it = len(x_TI) >= FEW_TOKENS or weight_OI.numel() <= LARGE_WEIGHT
     return is_worth_it and cpu.takes(x_TI) and x_TI.dim() == 2
 

@@ -3,9 +3,9 @@
     fast     the fastest for the batch size: split inner dimensions, tiles by length, fused draws
     exact    one order everywhere, so that sampler and trainer have the same bits
 
-This applies to GPU kernels. Products whose result fills the chip are torch's, which then sums each
-number in one piece, from first to last; smaller ones use a kernel that does the same
-(`benchmarks/kernels/order.py`).
+This applies to GPU kernels. With exact numerics, torch computes the matrix products whose result
+fills the GPU, since it then sums each number in one piece, from first to last. Smaller ones use a
+kernel that sums in the same order (`benchmarks/kernels/order.py`).
 """
 
 PARTS = frozenset(("products", "norms", "attention", "head"))

@@ -1,4 +1,4 @@
-"""Orthogonalize matrices by Newton-Schulz steps, for Muon: compiled and batched on a CPU."""
+"""Orthogonalize matrices by Newton-Schulz steps for Muon: compiled on a CPU, batched on a GPU."""
 
 import torch
 from torch import Tensor

@@ -31,7 +31,7 @@ class _Pages(mmap.mmap):
 
 
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of zeros, at least one, in pinned memory.
+    """Return a CPU tensor of zeros, with at least one element, in pinned memory.
 
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError if
     memory is short.
@@ -54,9 +54,9 @@ def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def touch(memory: Tensor) -> None:
-    """Make the system provide new memory, which is zero, with all cores.
+    """Write zeros to each page of new memory, on all cores, so that the system allocates it.
 
-    CUDA would use one core, 0.2 GiB/s in some VMs.
+    CUDA would do so on one core, at 0.2 GiB/s in some VMs.
     """
     parts = memory.split(STRETCH)
     with ThreadPoolExecutor(min(usable_cores(), len(parts))) as pool:

@@ -1,4 +1,7 @@
-"""Gather and scatter of rows by an index without repeats: both gradients are plain copies, not accumulations."""
+"""Gather and scatter rows by an index without repeats.
+
+Both gradients are therefore plain copies, not accumulations.
+"""
 
 import torch
 from torch import Tensor

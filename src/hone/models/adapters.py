@@ -3,10 +3,10 @@
     peft directory ─ read_adapter ─► Adapter (A and B per HF linear)
                    ─ Adapters.load_adapter ─► one A and one B per fused weight
 
-All loaded adapters are concatenated: h = A_all x, then h is zeroed where the token uses another
-adapter, then B_all h. A handful of small adapters costs two thin products per weight, has no
-branches, and so fits into a CUDA graph. The parts of a fused weight (q, k, v; gate, up) have
-separate adapters: B is zero between them.
+All loaded adapters are concatenated: compute h = A_all x, set h to 0 where the token uses another
+adapter, then compute B_all h. For a few small adapters this costs two small matrix multiplications
+per weight. It has no branches, so a CUDA graph can capture it. The parts of a fused weight (q, k,
+v; gate, up) have separate adapters: B of one part is 0 in the rows of the others.
 """
 
 import json
@@ -140,7 +140,7 @@ def read_files(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 class Delta:
-    """The loaded adapters' contribution to one fused weight."""
+    """Contribution of all loaded adapters to the output of one fused linear layer."""
 
     def __init__(self, a_RI: Tensor, b_OR: Tensor, owner_R: Tensor, adapters: "Adapters") -> None:
         self.a_RI = a_RI
@@ -157,11 +157,11 @@ class Delta:
 
 
 class Adapters:
-    """The adapters of a model by name.
+    """The loaded adapters of a model, by name.
 
-    `which` has the adapter number of each token of the current forward pass. It is a dict of
-    tensors by their length: one for all tokens, one for those that the last block keeps. It is
-    empty if no token has an adapter.
+    `which` holds the adapter number of each token in the current forward pass. It maps a number of
+    tokens to a tensor of that length: one tensor for all tokens, one for those that the last block
+    keeps. It is empty if the pass uses no adapter.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -205,9 +205,11 @@ class Adapters:
 
     @contextmanager
     def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
-        """Context manager: forward passes use the adapter number `which_T` of each token.
+        """Apply to each token its adapter, in forward passes inside this context manager.
 
-        0 is no adapter. `keep_N`: indices of the tokens that the last block keeps.
+        Args:
+            which_T: adapter number per token, 0 for none; None: no adapters.
+            keep_N: indices of the tokens that the last block keeps.
         """
         if which_T is not None:
             kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
@@ -218,9 +220,9 @@ class Adapters:
             self.which = {}
 
     def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
-        """Context manager: forward passes of `count` tokens use this adapter, None for none.
+        """Apply an adapter to forward passes of `count` tokens inside this context manager.
 
-        Raises ValueError if it is not loaded.
+        `name` None: no adapter. Raises ValueError if the adapter is not loaded.
         """
         number = self.number_of(name)
         device = self.model.embed.weight.device

@@ -1,6 +1,6 @@
 """Causal attention over sequences laid end to end on the flat token axis T.
 
-A token sees its own sequence up to itself and the prefix that the sequence continues, if any:
+A token attends to its own sequence up to itself, and to the prefix of the sequence, if it has one:
 
     packed            [sequence 0][sequence 1]…                                        training, whole prompts
     shared prompts    [prompt 0][completion 00][completion 01]…[prompt 1]…             training on groups
@@ -9,8 +9,8 @@ A token sees its own sequence up to itself and the prefix that the sequence cont
 A prompt that n samples of a group share is computed once.
 
 On a GPU in half precision, and on a CPU with the compiled kernels, attention works on the flat
-layout. Elsewhere sequences of similar length share a rectangle, so that padding at most doubles the
-attention work and never reaches the linear layers.
+layout. Elsewhere, sequences of similar length are padded to one rectangle. Padding at most doubles
+the length of a sequence, plus 32 tokens, and never reaches the linear layers.
 """
 
 from collections.abc import Iterable, Sequence
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
 
 
 class Rotation:
-    """Rotary tables of a forward pass: whole (P x E), and the rows of its tokens (T x 1 x E).
+    """Rotary cos and sin tables of a forward pass.
 
-    The rows exist only if positions are given; some kernels know the positions themselves.
+    The tables of all positions (P x E) always exist; the rows of the pass's tokens (T x 1 x E) only
+    if `positions_T` is given. Some kernels know the positions themselves.
     """
 
     def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
@@ -62,9 +63,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Heads:
-    """Make q, k and v of a layer's fused projection T x (H + 2K) x E.
+    """Split a layer's fused projection, T x (H + 2K) x E, into q, k and v.
 
-    q and k get a head-wise norm, then rotary positions.
+    q and k are normalized per head, then rotated by position.
     """
 
     H: int
@@ -117,7 +118,7 @@ class FlatAttention:
 
     @cached_property
     def sequence_boundaries(self) -> tuple[Tensor, Tensor, int, int]:
-        """Return where each sequence's queries and keys start, and the longest of each."""
+        """Return cumulative lengths of queries and of keys per sequence, and the longest of each."""
         _, lengths, _, before = self.sequences.rows.T
         starts = (
             np.concatenate([[0], np.cumsum(x)]).astype(np.int32)
@@ -178,10 +179,11 @@ class PackedAttention(FlatAttention):
 
 
 class ContinuedAttention(FlatAttention):
-    """Attention of `lengths` new tokens after `before` tokens whose keys and values are given.
+    """Causal attention of new tokens to themselves and to earlier tokens with given keys and
+    values.
 
-    Queries are laid end to end; so are keys and values, each sequence's earlier ones and then its
-    new ones. No gradient.
+    Sequence i has `lengths[i]` new tokens after `before[i]` earlier ones. Queries are laid end to
+    end; so are keys and values, within each sequence the earlier ones first. No gradient.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ class ContinuedAttention(FlatAttention):
         self.own_T = to_device(np.concatenate(spans), self.device)
 
     def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
-        """Return outputs T x (H * E), for S keys of the T queries and all tokens before them."""
+        """Return attention outputs, T x (H * E), of T new tokens over the S earlier and new tokens."""
         if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
             return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
         return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
@@ -208,9 +210,9 @@ def is_half_on_gpu(x: Tensor) -> bool:
 
 
 def keeps_order(q_THE: Tensor) -> bool:
-    """Return True if exact numerics require training's attention kernel here.
+    """Return True if exact numerics require training's kernel for attention without gradients.
 
-    Only without gradients.
+    False if gradients are enabled.
     """
     has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()

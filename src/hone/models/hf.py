@@ -39,7 +39,7 @@ TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jin
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Return for each parameter the HF tensors that are stacked by rows in it."""
+    """Return, for each parameter, the names of the HF tensors that are its row blocks."""
     table = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         table["head.weight"] = ["lm_head.weight"]
@@ -68,7 +68,7 @@ def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
 
 
 def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
-    """Split a fused parameter into the row blocks of its HF tensors, in the table's order."""
+    """Split a fused parameter into the row blocks of its HF tensors, in the order of `hf_names`."""
     if ".qkv." in name:
         return list(weight.split(spec.qkv_splits))
     _, is_feed_forward, own = name.partition(".mlp.")
@@ -77,10 +77,10 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
 
 
 def leads_out(file: Path, directory: Path) -> bool:
-    """Return True if a file of a model's directory is a link to a file elsewhere.
+    """Return True if a file in a model's directory is a link to a file outside of it.
 
-    Anybody may own such a file. Links into `blobs` beside `snapshots`, where the hub's cache keeps
-    a model's files, are allowed.
+    The target could be any file, also a private one. Links from `snapshots` to `blobs` in the cache
+    of the Hugging Face hub are allowed.
     """
     target = file.resolve()
     inside = directory.resolve()
@@ -89,7 +89,7 @@ def leads_out(file: Path, directory: Path) -> bool:
 
 
 def check_links(directory: Path) -> None:
-    """Raise ValueError if a file that is saved with new weights is a link to elsewhere."""
+    """Raise ValueError if a file that is copied with saved weights links out of `directory`."""
     for pattern in TEXT_FILES:
         for file in sorted(directory.glob(pattern)):
             if leads_out(file, directory):
@@ -99,9 +99,9 @@ def check_links(directory: Path) -> None:
 
 
 def resolve_model(name: str) -> Path:
-    """Return a model's directory: the path itself, or a hub id's from cache or download.
+    """Return a model's directory: `name` itself, or the cached or downloaded files of a hub id.
 
-    Raises ValueError with the reason if there is neither.
+    Raises ValueError with the reason if `name` is neither.
     """
     path = Path(name).expanduser()
     if path.is_dir():
@@ -174,9 +174,9 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 
 @torch.no_grad()
 def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
-    """Load a directory's weights into tensors by HF name, on any device.
+    """Copy a directory's weights into existing tensors, given by HF name, on any device.
 
-    Raises ValueError like `load_model`, before anything is changed.
+    Raises ValueError like `load_model`, before any tensor is changed.
     """
     where = find_weights(into, directory)
     require_tied_head(into, where, directory)
@@ -208,7 +208,10 @@ def require_tied_head(
 
 
 def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
-    """Return the file of each tensor. Raises ValueError for unreadable files or unexpected tensors."""
+    """Return the file of each tensor, by HF name.
+
+    Raises ValueError for unreadable files, or if names or shapes differ from those of `wanted`.
+    """
     files, listed = weight_files(directory)
     shapes = {file: _read_shapes(file) for file in files}
     where = {key: file for file in files for key in shapes[file]} if listed is None else listed
@@ -250,7 +253,7 @@ def _check_tensors(
 def _refuse_duplicates(
     shapes: dict[Path, dict[str, tuple[int, ...]]], where: Mapping[str, Path], directory: Path
 ) -> None:
-    """Raise ValueError for a tensor in several files that no index chooses from."""
+    """Raise ValueError if several files have the same tensor; for directories without an index."""
     twice = [key for file, found in shapes.items() for key in found if where[key] != file]
     if twice:
         pair = sorted({file.name for file, found in shapes.items() if twice[0] in found})
@@ -262,10 +265,10 @@ def _refuse_duplicates(
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return a model's weight files, and the file of each tensor if an index lists them.
 
-    The first of these that exists is read: the files of the index; model.safetensors; the shards of
-    one save; all other *.safetensors files but those of adapters, optimizers and the original
-    format of the weights. Raises ValueError if there are none. If files of the index are missing,
-    it reads model.safetensors, or raises ValueError.
+    The first of these that exists is used: the files in the index; model.safetensors; the shards of
+    one save; all other *.safetensors files except those of adapters, optimizers and the original
+    format of the weights. If files of the index are missing, model.safetensors is used instead.
+    Raises ValueError if no complete set of weights is found.
     """
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
@@ -354,7 +357,7 @@ def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
 def save_model(model: Transformer, source: Path, directory: Path) -> None:
     """Write a model directory: the weights of `model`, other files from `source`.
 
-    The directory appears by rename.
+    A temporary directory is written, then renamed to `directory`.
     """
     with appearing_directory(directory) as partial:
         write_model(model, source, partial)
@@ -367,7 +370,7 @@ def write_model(
     with_text: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write the files of an HF directory like `write_description`, and the weights."""
+    """Write a model directory: the weights, and the files of `write_description`."""
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
     write_weights(dict(hf_tensors(model)), directory)
     return directory

@@ -19,9 +19,10 @@ from hone.models.spec import ModelSpec
 
 
 class Attention(Protocol):
-    """Attention over the tokens that each query may see: qkv T x (H + 2K) x E -> T x (H * E).
+    """Callable that computes attention: qkv T x (H + 2K) x E -> outputs T x (H * E).
 
-    `heads` makes q, k and v of the projection; a kernel may fuse that with attention.
+    It determines which tokens each query attends to. `heads` splits the projection into q, k and v;
+    a kernel may fuse that with attention.
     """
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
@@ -163,9 +164,9 @@ class Weight(nn.Module):
 
 
 def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply consecutive groups of rows, counts[e] rows of x each, by weight e.
+    """Multiply each group of consecutive rows of x by the weight of its expert.
 
-    Weights are stacked, EO x I.
+    Group e has counts_E[e] rows; weights are stacked, EO x I.
     """
     weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
     if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:

@@ -35,9 +35,9 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 class LoRA(nn.Module):
-    """Adapters of one fused weight, one for each of its HF linears that has one.
+    """LoRA adapters of one fused weight, one for each targeted HF linear in it.
 
-    `names`: the HF linears whose rows the weight stacks; `heights`: the rows of each.
+    `names`: the HF linears that the weight stacks by rows; `heights`: the number of rows of each.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LoRA(nn.Module):
         return not (self.training and self.config.dropout)
 
     def scaled_factors(self) -> tuple[Tensor, Tensor]:
-        """Return A_RI and B_OR, scaled."""
+        """Return A_RI and the block-diagonal B_OR of the fused weight; B includes the scale."""
         b_OR = (self.B[:, None, :] * self.diagonal[:, :, None]).flatten(1)  # type: ignore[index]
         if len(b_OR) != self.outputs:
             b_OR = put_rows(b_OR, self.rows, self.outputs)  # type: ignore[arg-type]
@@ -110,9 +110,9 @@ def _add_product(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) ->
 
 @torch.no_grad()
 def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
-    """Merge a saved adapter into its base weights by HF name, bit for bit as its trainer exports.
+    """Merge a saved adapter into base weights, with the same bits as in the trainer's export.
 
-    Raises ValueError for an adapter of another model.
+    `into` has the base weights by HF name. Raises ValueError for an adapter of another model.
     """
     config, tensors = read_files(directory)
     scale, used = scale_of(config), {"lm_head.weight"}  # a tied head appears once more
@@ -140,9 +140,10 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
 
 
 def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
-    """Freeze the model except `modules_to_save`, and add adapters with product 0.
+    """Freeze the model except `modules_to_save`, and add adapters.
 
-    Raises ValueError if the model does not have the configured modules.
+    Adapters start with random A and B = 0, or with the weights in `start_from`. Raises ValueError
+    if they do not fit the model.
     """
     table = hf_names(model.spec)
     possible = model.spec.linear_shapes
@@ -200,11 +201,11 @@ def seed_dropout(model: Transformer, *numbers: int) -> None:
 
 
 class Merged:
-    """A model in training as samplers read it: with its adapters merged.
+    """A model in training, with its LoRA adapters merged for sampling.
 
-    Without adapters, `model` is the trained model itself. With adapters, `model` is a plain model
-    that shares all weights except those with adapters. These are merged as of the last
-    `follow_step`.
+    Without adapters, `model` is the trained model itself. With adapters, it is a plain model:
+    weights with an adapter are merged copies, updated by `follow_step`; all other weights are
+    shared with the trained model.
     """
 
     def __init__(self, trained: Transformer) -> None:

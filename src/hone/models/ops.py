@@ -1,12 +1,12 @@
-"""Execution of a block's steps: plain torch, CPU kernels, GPU kernels, or exact numerics.
+"""Execute the operations of a block: plain torch, CPU kernels, GPU kernels, or exact numerics.
 
     Ops ◄── CpuOps      whole blocks in training, in two compiled calls each way
-        ◄── GpuOps      fused steps: with gradients, and for few rows
-             ◄── ExactOps    one order of sums, adapters merged as the sampler has them
+        ◄── GpuOps      fused operations: in training, and for few tokens
+             ◄── ExactOps    fixed order of summation, adapters merged as in the sampler
 
-`select_ops` chooses the class by a model's device, dtype and numerics. A step takes the residual
-stream and a pending delta: the output of the step before it, which the next norm adds to the
-stream.
+`select_ops` chooses the class by a model's device, dtype and numerics. An operation gets the
+residual stream and a pending delta: the output of the previous operation, which the next norm adds
+to the stream.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ Following = tuple[RMSNorm, nn.Module]  # the next norm, and the layer that takes
 
 
 class Ops:
-    """Steps by the functions of `hone.kernels`, which use CPU kernels or plain torch."""
+    """Operations of a block by functions of `hone.kernels`, which use CPU kernels or plain torch."""
 
     def linear(self, layer: Linear, x_TI: Tensor) -> Tensor:
         y: Tensor = layer(x_TI)
@@ -47,10 +47,10 @@ class Ops:
     def linear_onto(
         self, layer: Linear, stream_TO: Tensor, x_TI: Tensor, following: Following | None = None
     ) -> tuple[Tensor, Pending]:
-        """Return the stream, and the projection of x as pending delta.
+        """Return the residual stream, and the projection of `x_TI` by `layer` as pending delta.
 
-        GpuOps may already have added the projection; the delta is then None, or the norm of the sum
-        (`Scaled`) if the layer in `following` takes it.
+        GpuOps may already have added the projection to the stream. The delta is then None, or the
+        norm of the sum (`Scaled`) if the layer in `following` supports that input.
         """
         return stream_TO, self.linear(layer, x_TI)
 
@@ -69,7 +69,7 @@ class Ops:
         delta: Pending,
         following: Following | None,
     ) -> tuple[Tensor, Pending]:
-        """Do the work of `mlp` for any feed-forward layer."""
+        """Return what `mlp` returns, for an MLP or a mixture of experts."""
         if isinstance(layer, MLP):
             return self.mlp(norm, layer, x_TD, delta, following)
         assert not isinstance(delta, gpu.Scaled)
@@ -85,7 +85,7 @@ class Ops:
         attend: Attention,
         keep_N: Tensor | None,
     ) -> tuple[Tensor, Pending] | None:
-        """Return what the block returns if one call computes all of it, else None."""
+        """Return the block's outputs if the whole block can be computed in fused form, else None."""
         return None
 
 
@@ -143,10 +143,10 @@ class CpuOps(Ops):
 
 
 class GpuOps(Ops):
-    """GPU kernels in half precision: fused steps with gradients, and for few rows without."""
+    """GPU kernels in half precision: fused operations in training, and in inference for few tokens."""
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
-        """Return the weight with its adapter merged, if training multiplies by it."""
+        """Return the weight with its adapter merged if training uses that, else None."""
         return None
 
     def _weights(
@@ -192,7 +192,7 @@ class GpuOps(Ops):
 
 
 class ExactOps(GpuOps):
-    """GPU kernels with one order of sums, and adapters merged in training as in the sampler."""
+    """GPU kernels with a fixed order of summation; training merges adapters as the sampler does."""
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
         return layer.merged_weight()
@@ -205,7 +205,7 @@ class ExactOps(GpuOps):
 
 
 def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
-    """Return True if the next layer takes its input as the `Scaled` of the addition before."""
+    """Return True if the next layer supports a `Scaled`, an unfinished norm, as its input."""
     norm, layer = following
     # Ranks shard a norm's weight, and gather it for its own block only.
     is_sharded = hasattr(norm.weight, "to_local")
@@ -221,7 +221,7 @@ EXACT = ExactOps()
 
 
 def select_ops(x_TD: Tensor) -> Ops:
-    """Return the Ops for hidden states like this one, with the numerics of this process."""
+    """Return the Ops for this tensor's device and dtype and the numerics of this process."""
     if gpu.has_kernels(x_TD):
         return EXACT if numerics.keeps_order("products") else GPU
     return CPU if cpu.takes(x_TD) else TORCH

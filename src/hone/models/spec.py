@@ -56,9 +56,9 @@ class ModelSpec:
 
     @classmethod
     def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
-        """Return the fields that a family's `config.json` has under its own keys.
+        """Return the spec's fields that a family reads from its own `config.json` keys.
 
-        Raises ValueError or KeyError.
+        Raises ValueError for unsupported values, KeyError for missing keys.
         """
         return {"intermediate_size": int(config["intermediate_size"])}
 
@@ -82,7 +82,9 @@ class ModelSpec:
         }
 
     def feed_forward_names(self) -> dict[str, list[str]]:
-        """Return for each feed-forward parameter the HF tensors stacked by rows in it."""
+        """Return, for each feed-forward parameter, the names of the HF tensors that are its row
+        blocks.
+        """
         table = {
             "gate_up.weight": ["gate_proj.weight", "up_proj.weight"],
             "down.weight": ["down_proj.weight"],

@@ -96,10 +96,11 @@ class Transformer(nn.Module):
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
     ) -> Tensor:
-        """Return final normalized hidden states of tokens at positions in their own sequences.
+        """Return the hidden states after the final norm, T x D.
 
-        With `keep_N` (indices into T without repeats) only those rows are returned, N x D. The last
-        block then computes only keys and values of the others.
+        `positions_T` are the tokens' positions in their own sequences. With `keep_N` (indices into
+        T without repeats) only those rows are returned, N x D; of the other tokens, the last block
+        computes only keys and values.
         """
         return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 

@@ -23,7 +23,7 @@ ROWS, FP32 = 4096, torch.float32  # tokens whose logits are computed at a time
 
 
 class Proof:
-    """Fingerprints and checksum of a model's weights, at fixed addresses with changing values."""
+    """Fingerprints and checksum of a model whose weights change in place, at fixed addresses."""
 
     def __init__(self, model: Transformer) -> None:
         self.model, self.tensors = model, dict(hf_tensors(model))  # by their HF names
@@ -36,10 +36,10 @@ class Proof:
         self._names_and_shapes = hashlib.blake2b(words.encode(), digest_size=16)
 
     def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
-        """Discard old fingerprints; return a callback for the names of arrived weights.
+        """Discard old fingerprints; return a function to call with the names of received weights.
 
-        On a GPU the fingerprints of arrived weights are computed while other weights are still to
-        come.
+        On a GPU it computes the fingerprints of these weights while others are still being
+        received.
         """
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
@@ -78,10 +78,10 @@ def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
 
 
 class CanaryScorer:
-    """`score_sequence` of one model whose weights stay at their addresses.
+    """Callable that returns the logprobs of the canary (`canary_ids`) under one model.
 
-    On a GPU the canary's forward pass is a CUDA graph: 2 ms for 0.6B parameters instead of 24 ms of
-    launches.
+    The weights must stay at their addresses: on a GPU the forward pass is a CUDA graph, 2 ms for
+    0.6B parameters instead of 24 ms of kernel launches.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -139,9 +139,9 @@ def score_sequences(
 def find_likeliest(
     model: Transformer, ids: list[int], number: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
-    """Return the logprob of every token after the first, and the likeliest tokens there.
+    """Return the logprob of every token after the first, and the likeliest tokens at its position.
 
-    Logprobs are at temperature 1; there are `number` pairs of token and logprob per position.
+    Logprobs are at temperature 1; per position there are `number` pairs of token and logprob.
     """
     own: list[float] = []
     others: list[list[tuple[int, float]]] = []

@@ -48,7 +48,7 @@ class Group:
 def judge_group(
     group: Group, advantage: Advantage, settings: GroupConfig, buffer: BufferConfig
 ) -> None:
-    """Set the advantages and samples of a group, or `unused`: why it has no samples.
+    """Compute a group's advantages and samples, or record in `unused` why there are none.
 
     Raises ValueError if the advantage function returns invalid values.
     """

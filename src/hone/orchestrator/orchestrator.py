@@ -61,7 +61,7 @@ class _UnderWay:
 
 
 class Orchestrator:
-    """Collect batches step by step. `on_adopted` sets the served version."""
+    """Sample groups and collect one batch per step; `on_adopted` sets the served policy version."""
 
     def __init__(
         self,
@@ -279,10 +279,10 @@ class Orchestrator:
     def _start_groups(self) -> None:
         """Start groups for all steps that may train on samples of the served version.
 
-        Oversampled groups are included. This bound keeps groups from waiting until they are stale.
-        At first only the groups of one step are in flight, and those of one step more with each new
-        version: steps that start together also end together, later than a single step would, so
-        that training would wait before and after them.
+        Oversampled groups are included. Groups of later steps would wait until they are stale. The
+        number of groups in flight is limited to those of one step at first, and of one more step
+        with each new version. If several steps started together, their groups would also end
+        together, later than those of a single step, and training would wait before and after them.
         """
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
@@ -352,7 +352,9 @@ class Orchestrator:
         return group
 
     async def _run_rollout(self, task: Task, seed: int, failures: Counter[str]) -> Rollout:
-        """Run one rollout with retries; if all fail, it has an `error` and is not trained on."""
+        """Run one rollout with retries; if all attempts fail, it has an `error` and is not trained
+        on.
+        """
         settings = self.settings[task.env]
         example = self.examples[task.env][task.example]
         sampling = settings.sampling.to_sampling(seed)

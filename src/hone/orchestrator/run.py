@@ -3,9 +3,9 @@
     broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─► groups in flight continue with it
     rollouts/step_N   ◄─ collect step N, of groups started with a version V >= N - 1 - max_async_level
 
-It joins the run of the trainer that is alive in the output directory and ignores files of earlier
-runs. A row of metrics.jsonl is written when the trainer's metrics of that step have come with its
-weights.
+The orchestrator joins the run of the live trainer in the output directory and ignores files of
+earlier runs. It writes a step's row of metrics.jsonl when the trainer's metrics of the step have
+arrived together with the step's weights.
 """
 
 import asyncio
@@ -216,7 +216,7 @@ def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
 
 
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
-    """Return the progress of the step before the first, from its rollouts or its checkpoint."""
+    """Return the progress after step `first` - 1, from that step's rollouts or checkpoint."""
     name = f"step_{first - 1}"
     return read_progress(run.rollouts / name) or read_progress(
         run.checkpoints / name / "orchestrator"

@@ -157,8 +157,8 @@ class Schedule:
     def _choose_example(self, stream: Stream) -> tuple[str, int]:
         """Return the next example of a stream.
 
-        Easy and hard examples are skipped at random, except for the configured fractions. At most
-        one epoch is skipped in a row.
+        Easy and hard examples are used with the configured probabilities and otherwise skipped.
+        After a whole epoch of skipped examples the next one is used in any case.
         """
         for _ in range(len(stream.examples)):
             found = self._advance_stream(stream)

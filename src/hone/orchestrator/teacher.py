@@ -71,5 +71,5 @@ class Writer:
 
 
 async def _as_it_is(client: HttpClient) -> int:
-    """Accept a restarted server of the teacher, whose weights do not change."""
+    """Return version 0 for a restarted teacher server: its weights never change."""
     return 0

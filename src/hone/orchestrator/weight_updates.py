@@ -4,7 +4,8 @@
                                                             └─► canary is the trainer's? ─► batches published; evaluate
                                  no: the run ends, naming the weights that differ
 
-The canary runs beside the first requests of a version, and no batch is published before its result.
+The canary is a fixed text whose logprobs must agree between server and trainer. It is scored at the
+same time as the first requests of a version, and no batch is published before its result is known.
 A server without a checksum (vLLM) has to pass the canary before rollouts use it.
 """
 
@@ -48,7 +49,7 @@ class Taken:
 
 
 class Weights:
-    """Load published versions into every server, and track the newest that all have verified."""
+    """Load published versions into every server, and track the newest version that is served."""
 
     def __init__(
         self,
@@ -80,9 +81,9 @@ class Weights:
         self.proven = asyncio.Event()  # set once every server has verified it
 
     async def join_trainer(self) -> int | None:
-        """Load the starting version of the live trainer's run into every server and return it.
+        """Wait for a live trainer, load its starting version into every server, and return it.
 
-        Returns None if no trainer comes because the run is over.
+        Returns None if no trainer starts because the run is over.
         """
         hint = f"is there a trainer over it? (trainer @ FILE --output-dir {self.run.path})"
         wait = Wait(

@@ -1,7 +1,8 @@
 """Render chat messages to the text that a model reads, as transformers does, without importing it.
 
-Source of the environment (filters, globals, block trimming, the `generation` tag, named templates):
-the chat-template documentation of transformers; equality with it is tested on several templates.
+The Jinja environment (filters, globals, block trimming, the `generation` tag, named templates)
+follows the chat-template documentation of transformers. Tests compare both renderings for several
+templates.
 """
 
 import json
@@ -161,7 +162,7 @@ class ChatTemplate:
     def _is_rendered(
         self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]
     ) -> bool:
-        """Return False if a marker in place of message i does not reach the text."""
+        """Return False if the rendering omits the marker in `marked`, which replaces message i."""
         try:
             return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content, so it does not omit it
@@ -248,10 +249,11 @@ class ChatTemplate:
     def render_continuation(
         self, messages: list[Message], covered: int, **template_args: Any
     ) -> str | None:
-        """Return what follows the text of message `covered` - 1, which the assistant wrote.
+        """Return the rendered text after the content of message `covered` - 1, an assistant
+        message.
 
-        That is the end-of-turn mark and everything up to the next assistant turn. None if the
-        template rewrites earlier text (some drop earlier thinking).
+        It has the end-of-turn mark and everything up to the next assistant turn. Returns None if
+        the template rewrites earlier text (some drop earlier thinking).
         """
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}

@@ -1,8 +1,8 @@
-"""Find the bytes that each token contributes to a text, often not those of decoding it alone.
+"""Find the bytes that each token adds to a text; decoding a token alone often gives others.
 
-A SentencePiece tokenizer writes a space before most words and drops the first of a text; many
-tokenizers have tokens that are parts of a character. `TokenTexts` knows each token's bytes, so that
-joined bytes are the text.
+A SentencePiece decoder writes a space before most words, but not at the beginning of a text; in
+many tokenizers several tokens form one character. `TokenTexts` returns bytes per token that,
+joined, are the text.
 """
 
 import functools

@@ -130,8 +130,8 @@ def _read_arguments(arguments: Any) -> Any:
 def drop_nulls(value: Any) -> Any:
     """Return a value of an Arrow table without the nulls that its column type added.
 
-    A struct column has every key of every row, null where a row did not have it. Nulls in lists
-    stay: rows wrote them.
+    A struct column has the keys of all rows; a key that a row lacks is null there. Nulls in lists
+    are kept: they are data.
     """
     if isinstance(value, Mapping):
         return {key: drop_nulls(one) for key, one in value.items() if one is not None}

@@ -190,7 +190,7 @@ def read_end_ids(directory: Path) -> list[int]:
 
 
 def write_template(directory: Path, template: str) -> None:
-    """Write a template as the only one of a saved model's directory."""
+    """Write a chat template into a saved model's directory, replacing all others."""
     (directory / TEMPLATE_FILE).write_text(template, encoding="utf-8")
     for file in (directory / TEMPLATE_FOLDER).glob("*.jinja"):
         file.unlink()

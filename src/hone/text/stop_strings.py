@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 
 class StopStrings:
-    """Test for stop strings in one sequence.
+    """Detect stop strings in one sequence.
 
-    Call it with the ids so far: it returns how many of them to keep once a stop string appears,
-    else None. `decode_first` decodes ids from the first on, if their text depends on earlier
-    tokens.
+    Call it with the ids generated so far. It returns how many of them to keep if a stop string
+    appears in their text, else None. `decode_first`, if given, decodes ids at the beginning of the
+    sequence, whose text may depend on the prompt.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ def cut_at_stop(text: str, strings: Sequence[str], keep: bool = False) -> str:
 
 
 def held_back(text: str, strings: Sequence[str]) -> int:
-    """Return how many characters come before any of the strings or a possible beginning of one.
+    """Return how many characters can be shown: those before a stop string or a possible part.
 
-    These can be shown; the rest is held back.
+    A possible part is a beginning of a stop string at the end of the text.
     """
     ends = [len(text)]
     for string in strings:

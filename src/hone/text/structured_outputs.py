@@ -89,7 +89,7 @@ class Following:
             raise ValueError(f"the {form.kind} that answers are to follow: {first.strip()}")
 
     def start_another(self, before: Sequence[int] = ()) -> "Following":
-        """Return the state of another sequence, which continues from these tokens."""
+        """Return a copy of this state for another sequence, advanced by the tokens `before`."""
         other = copy.copy(self)
         other.matcher = self.matcher.deep_copy()
         other.before = [*self.before, *before]
@@ -124,7 +124,7 @@ class Following:
 
 
 class FormEnds:
-    """End test for `records.GenerateRequest.ends`: stop strings, and the end of a format."""
+    """Callable for `GenerateRequest.ends`: stop at a stop string, or when the output is complete."""
 
     def __init__(self, stops: StopStrings | None, follows: Following) -> None:
         self.stops = stops
@@ -211,10 +211,11 @@ def _calls_schema(function: dict[str, Any]) -> Json:
 def _each_argument(
     function: dict[str, Any], spell: Callable[[str, list[Part]], list[Part]], end: TextUntil
 ) -> list[list[Part]]:
-    """Return the parts of each argument, in schema order.
+    """Return the grammar parts of each argument, in the order of the schema.
 
-    `spell(key, value)` adds the tags of an argument to the parts of its value, which ends with
-    `end`.
+    Args:
+        spell: called with a key and the parts of its value; adds the tags.
+        end: the tag that ends a value.
     """
     closing = [part for part in (end.before, end.tag, end.after) if part]
     found = []

@@ -95,10 +95,10 @@ class Tokenizer:
         self._beyond: dict[int, str] = {}  # tokens without an embedding in the model
 
     def fit_vocabulary(self, vocab_size: int) -> None:
-        """Set the model's number of tokens; text with tokens beyond it is refused.
+        """Set the model's vocabulary size; text with tokens beyond it is refused.
 
-        A tokenizer often has more added tokens, such as a padding token. Raises ValueError if its
-        tokens that are not added exceed the model's.
+        Added tokens, such as a padding token, often exceed it. Raises ValueError if the tokenizer
+        has more tokens than the model even without its added ones.
         """
         own = self.encoder.get_vocab_size(with_added_tokens=False)
         if own > vocab_size:
@@ -227,9 +227,9 @@ class Tokenizer:
     def prompt_ids(self, prompt: Prompt, **template_args: Any) -> list[int]:
         """Return the ids of a conversation up to the next assistant turn.
 
-        Recent results are cached. Ids of earlier turns (`prompt.before`) are kept, followed by
-        those of the template's continuation, unless the template rewrites their text (some drop
-        earlier thinking).
+        The ids of earlier turns (`prompt.before`) are reused, and only the text after them is
+        encoded, unless the template rewrites earlier text (some drop earlier thinking). Recent
+        encodings of whole conversations are cached.
         """
         template = self.require_template()
         messages = prompt.messages

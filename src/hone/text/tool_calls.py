@@ -54,11 +54,11 @@ def parse_tool_calls(
     """Return the text without its calls, and the calls in OpenAI's form; invalid calls stay text.
 
     Args:
-        text: model output. Calls inside thoughts are ignored.
+        text: model output. Calls inside thinking blocks are ignored.
         call_format: the format taught to the model.
-        turn: makes call ids differ from those of other turns.
-        tools: the offered tools, whose types apply to plain-text arguments.
-        thinks: the prompt has opened a thought.
+        turn: number of the turn, which makes call ids unique in a conversation.
+        tools: the offered tools, whose schemas give the types of plain-text arguments.
+        thinks: the prompt ends inside a thinking block.
         most: number of calls to return; further ones are dropped.
     """
     start = thought_end(text, thinks, call_format.openings)
@@ -77,10 +77,10 @@ def parse_tool_calls(
 
 
 def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -> int:
-    """Return the index after the thoughts of a text: 0 without one, its length if one is left open.
+    """Return the index where the thinking blocks of a text end.
 
-    Thoughts come first. Once a call begins (`openings`) outside of a thought, later tags are
-    ignored.
+    It is 0 if there are none, and the text's length if one is not closed. Thinking tags after the
+    beginning of a tool call (`openings`) are ignored. `thinks`: the text begins inside a block.
     """
     begins = _Places(text, [one for one, _ in THINKING])
     closes = _Places(text, [one for _, one in THINKING])
@@ -108,14 +108,16 @@ def thought_end(text: str, thinks: bool = False, openings: Sequence[str] = ()) -
 
 
 class _Places:
-    """Positions of strings in a text, found in one pass if asked in order."""
+    """Positions of strings in a text; queries in ascending order need one pass over the text."""
 
     def __init__(self, text: str, strings: Sequence[str]) -> None:
         self.text = text
         self.found = {string: text.find(string) for string in strings}
 
     def next_after(self, at: int) -> tuple[int, int]:
-        """Return the first position from `at` on, and the end of the string there; -1 if none."""
+        """Return start and end of the first string found from `at` on; -1 for both if there is
+        none.
+        """
         best = -1, -1
         for string, place in self.found.items():
             if 0 <= place < at:
@@ -126,7 +128,7 @@ class _Places:
 
 
 def opens_thought(prompt: str) -> bool:
-    """Return True for a prompt that ends within a thought."""
+    """Return True if the prompt ends with the opening tag of a thinking block."""
     return any(prompt.rstrip().endswith(opening) for opening, _ in THINKING)
 
 

@@ -56,9 +56,10 @@ def handle_bad_step(
     policy: BadStepPolicy,
     ranks: Ranks,
 ) -> None:
-    """Write the sequences with the worst gradients of a bad step. Collective.
+    """Save a bad step's sequences with the largest gradients, then warn or raise. Collective.
 
-    `norm`: of the step's gradients. Raises ValueError if the policy is to stop.
+    `norm` is the gradient norm of the whole step. Raises ValueError if `policy.on_bad_step` is
+    "stop".
     """
     count = sequences.count
     on_bad_step = policy.on_bad_step

@@ -1,13 +1,14 @@
-"""Checkpoints: checkpoints/step_N, whole or absent.
+"""Write and read checkpoints: checkpoints/step_N, which is complete or absent.
 
     checkpoint.json                  step, configuration, metrics of the step; size and CRC-32 of every file
     trainer/                         fp32 weights and moments, in torch's distributed format (DCP): one file per rank
     orchestrator/progress.json       (rl) groups in flight; all else follows from the seed
 
 The state is copied to the CPU and written while training continues; offloaded state
-(`optim.offload`) is written in place while training waits. A directory appears by rename once
-everything in it is on disk. A damaged one is reported, and the one before it used. Any number of
-ranks can read what others wrote.
+(`optim.offload`) is written without a copy while training waits. The files are written to a
+temporary directory, which is renamed when all of them are on disk. If a checkpoint is damaged, the
+reason is logged and the previous checkpoint is used. A checkpoint can be loaded with another number
+of ranks than wrote it.
 """
 
 import json
@@ -65,9 +66,9 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Write a checkpoint of the run's last step unless it exists; raise Preempted.
+        """Write a checkpoint of step `step` unless it exists; raise Preempted. Collective.
 
-        Collective.
+        Writes none before step 1 or if `ckpt` is None.
         """
         self.wait_until_written()
         if self.policy is None:
@@ -103,9 +104,9 @@ class Checkpoints:
         metrics: dict[str, float],
         progress: dict[str, Any] | None = None,
     ) -> None:
-        """Start to write a step's checkpoint if it is due, after the previous one.
+        """Start to write the step's checkpoint in the background if it is due.
 
-        If the step is the last, wait until it is written.
+        Waits for the previous checkpoint to be written and, in the last step, also for this one.
         """
         if self.is_due(step, is_last):
             self._start_saving(step, is_last, config, metrics, progress)
@@ -198,10 +199,11 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
     """Return the steps whose checkpoints are kept.
 
     Args:
-        metrics: value of keep_best's metric by the step of a checkpoint; None while unknown.
+        metrics: for each step with a checkpoint, the value of the metric `policy.keep_best`; None
+            if it is not known yet.
 
-    An evaluation may end after its checkpoint is written. So the last 3 checkpoints that are newer
-    than all known values are kept.
+    An evaluation may end after the checkpoint of its step is written. With `keep_best`, the last 3
+    checkpoints that are newer than the newest known value are therefore kept too.
     """
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
@@ -216,11 +218,11 @@ def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
 
 
 def resume_from(run: RunDirectory, resume: bool | str) -> list[Path]:
-    """Return the checkpoints to resume from, best first; empty to start from scratch.
+    """Return the checkpoints to try to resume from, newest first; none for a new run.
 
     Args:
-        resume: True for the run's own, which must exist; "auto" for its own, if any; the path of a
-            checkpoint; False or "never".
+        resume: True: the run's own checkpoints, of which one must exist; "auto": the run's own, if
+            any; a path: that checkpoint; False or "never": none.
 
     Raises ValueError if a required checkpoint does not exist, or if "auto" finds weights of a run
     but no checkpoint.
@@ -351,7 +353,7 @@ def forget_after(step: int, run: RunDirectory) -> None:
 
 
 def read_header(directory: Path) -> dict[str, Any]:
-    """Return the header of a whole checkpoint. Raises Damaged."""
+    """Verify a checkpoint's files and return its header. Raises Damaged."""
     try:
         header: dict[str, Any] = json.loads((directory / HEADER).read_text())
         for name, fingerprint in header["files"].items():

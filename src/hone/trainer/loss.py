@@ -1,11 +1,11 @@
-"""Losses: pure functions on tensors, pinned by tests that can be checked by hand.
+"""Losses: pure functions on tensors, with tests whose numbers can be checked by hand.
 
     logprobs ─ log r = trainer - sampler, per token or sequence mean ─► a term per token (LOSSES) ─┐
                  KL to a reference, entropy, as configured ────────────────────────────────────────┴─► weighted sum
 
-A loss is a function of `Tokens`; its keyword-only parameters are its configuration keys. The inputs
-that it needs from the trainer are declared beside its name (`config/loss_config.py`) or, for a
-user's function, with `@needs`.
+A loss is a function of `Tokens`; its keyword-only parameters are configuration keys. A loss may
+need further inputs, such as a teacher's logprobs: `config/loss_config.py` declares the needs of the
+built-in losses, `@needs` those of a user's function.
 
 Token weights (`token_weights`) are computed over the whole batch, so the result does not depend on
 how the batch is split over micro-batches and ranks.
@@ -39,8 +39,9 @@ def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
 class Tokens:
     """Inputs of a loss for N tokens.
 
-    With the need whole_sequences these are all tokens of each sequence. Gradients flow through
-    trainer_logprobs and log_ratio, and through entropy if it is needed.
+    A loss that needs `whole_sequences` gets all target tokens of each sequence; other losses may
+    get a slice of the targets. Gradients flow through trainer_logprobs and log_ratio, and through
+    entropy if it is needed.
     """
 
     trainer_logprobs: Tensor
@@ -86,8 +87,8 @@ def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
 def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017).
 
-    Different bounds: clip-higher (DAPO 2025). With ratio_type "sequence" it is GSPO (Zheng et al.
-    2025).
+    With clip_high > clip_low this is clip-higher (DAPO 2025), with ratio_type "sequence" GSPO
+    (Zheng et al. 2025).
     """
     ratio = t.log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -103,7 +104,10 @@ def cispo(t: Tokens, *, ratio_cap: float) -> Term:
 
 
 def tis(t: Tokens, *, ratio_cap: float) -> Term:
-    """Return -min(r, cap) A p / p', p' detached: truncated importance sampling (Yao et al. 2025)."""
+    """Return -min(r, cap) A p / detach(p): truncated importance sampling (Yao et al. 2025).
+
+    min(r, cap) is detached, too.
+    """
     weight = t.log_ratio.detach().exp()
     one = (t.trainer_logprobs - t.trainer_logprobs.detach()).exp()
     return -weight.clamp(max=ratio_cap) * t.advantage * one, weight <= ratio_cap
@@ -234,10 +238,11 @@ def policy_loss(
 
 
 def token_weights(lengths_S: list[int], config: LossConfig) -> list[float]:
-    """Return the token weight of each sequence in the batch; lengths count tokens with loss.
+    """Return the weight of each token's loss, one number per sequence of the batch.
 
-    tokens: all tokens equal (DAPO). sequences: all sequences equal, split over their tokens (GRPO,
-    Shao et al. 2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
+    `lengths_S` counts each sequence's tokens with loss. Weights by `config.normalize`: tokens: all
+    tokens equal (DAPO). sequences: all sequences equal, split over their tokens (GRPO, Shao et al.
+    2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
     """
     count = sum(1 for n in lengths_S if n)
     if config.normalize == "tokens":

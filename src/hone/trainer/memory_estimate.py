@@ -1,11 +1,11 @@
 """Estimate the memory of a training step in advance. Imports no torch.
 
-    weights, fp32 masters, moments, a reference        always
-    activations of a micro-batch, part of the logits       peak where backward begins
-    gradients, and those of half precision in fp32        peak at its end, when the optimizer updates masters
+    weights, fp32 masters, moments, a reference model       always
+    activations of a micro-batch, part of the logits        peak at the start of the backward pass
+    gradients, and fp32 copies of half-precision ones       peak at its end, in the optimizer step
 
-The two peaks do not coincide: activations are freed while gradients appear. Measured:
-benchmarks/memory_gpu.py.
+The two peaks do not coincide: activations are freed while gradients are computed.
+benchmarks/memory_gpu.py compares the estimate with measured memory.
 """
 
 from dataclasses import dataclass, fields
@@ -129,10 +129,11 @@ def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
-    """Return activation bytes per token.
+    """Return the bytes per token of the activations that are kept for the backward pass.
 
-    Each block keeps both normed sums, qkv, attention output, and what its feed-forward part keeps.
-    With recomputation each block keeps its input, and one block at a time keeps all of the above.
+    Each block keeps the inputs of its two norms, qkv, the attention output, and what its
+    feed-forward part keeps. With recomputation each block keeps its input, and one block at a time
+    keeps all of the above.
     """
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
@@ -146,9 +147,9 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
 def micro_batch_tokens(
     spec: ModelSpec, itemsize: int, recomputes: bool, device_bytes: int | None
 ) -> int:
-    """Return the default tokens per micro-batch: FEW_TOKENS, on a GPU up to MANY_TOKENS.
+    """Return the default number of tokens per micro-batch, from FEW_TOKENS to MANY_TOKENS.
 
-    Activations may take a fifth of the GPU's memory.
+    More than FEW_TOKENS only if their activations fit into a fifth of a GPU's memory.
     """
     if device_bytes is None:
         return FEW_TOKENS

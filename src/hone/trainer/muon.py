@@ -3,8 +3,9 @@
     gradient ─ Nesterov momentum ─► update ─ five Newton-Schulz steps ─► O, near-orthogonal
     O ─► W - lr 0.2 sqrt(max(M, N)) O
 
-The size of an update does not depend on the gradient's. The factor gives updates AdamW's size, so
-that both share one learning rate (Moonlight, Liu et al. 2025).
+The size of an update does not depend on the size of the gradient. The factor 0.2 sqrt(max(M, N))
+makes the updates of an M x N matrix as large as AdamW's, so that both optimizers use one learning
+rate (Moonlight, Liu et al. 2025).
 """
 
 import math
@@ -28,12 +29,12 @@ def step_muon(
     weight_decay: float,
     splits: Sequence[Callable[[Tensor], list[Tensor]]],
 ) -> None:
-    """Update parameters in place.
+    """Update parameters in place with Muon and decoupled weight decay.
 
-    With sharded weights and momenta, `grads` are this rank's parts, and the call is collective.
+    If weights and momenta are sharded, `grads` are this rank's parts, and the call is collective.
 
     Args:
-        splits: divides each parameter into its stacked matrices, which are updated separately.
+        splits: for each parameter, a function that splits it into its stacked matrices, which are updated separately.
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):

@@ -57,8 +57,10 @@ class Optimizer:
     that are stored in one parameter are updated separately. Gradients are summed over ranks; each
     rank of a sharded model updates its own part.
 
-    The class uses torch's fused kernel directly: constructing `torch.optim.AdamW` imports the
-    compiler, which takes longer than loading a small model. Tests check equality with it.
+    AdamW runs in torch's fused kernel, or in `kernels/adamw.py` for half-precision parameters on a
+    GPU, bfloat16 moments and offloaded state. Constructing `torch.optim.AdamW` would import the
+    compiler, which takes longer than loading a small model. Tests compare the updates with those of
+    `torch.optim.AdamW`.
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
@@ -95,7 +97,7 @@ class Optimizer:
         self._sums: list[Tensor] | None = None
 
     def _allocate_moments(self) -> None:
-        """Allocate both moments and the step counts; Muon has one moment, kept in full."""
+        """Allocate AdamW's two moments or Muon's one (never in bfloat16), and the step counts."""
         is_short = self.config.state_dtype == "bfloat16"
         self.exp_avg = list[Tensor]()
         self.exp_avg_sq = list[Tensor]()

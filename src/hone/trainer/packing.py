@@ -133,10 +133,10 @@ def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
 def pack_shared(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Pack sequences like `pack_sequences`, with prompts shared by neighbours computed once.
+    """Pack sequences like `pack_sequences`, but compute a prompt that neighbours share only once.
 
-    Every sequence needs a target that is not its first token. Logits and gradients are the same,
-    with fewer tokens.
+    Every sequence needs a target that is not its first token. Logits and gradients equal those of
+    `pack_sequences`, with fewer input tokens.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
@@ -182,10 +182,11 @@ def pack_shared(
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Divide sequences into similar micro-batches of at most `budget` tokens.
+    """Divide sequences into evenly filled micro-batches of at most `budget` tokens.
 
-    A longer sequence is alone in its micro-batch. Best fit decreasing: the longest first, each into
-    the fullest micro-batch with room. There are at most 11/9 of the fewest possible, plus one.
+    A sequence longer than `budget` has a micro-batch of its own. Best fit decreasing: the longest
+    sequence is placed first, each in the fullest micro-batch that has room. The number of
+    micro-batches is at most 11/9 of the smallest possible, plus one.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
 

@@ -70,7 +70,7 @@ def device_bytes(device: torch.device) -> int | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory in GiB: of a GPU, or on a CPU of this process."""
+    """Return the peak memory in GiB: allocated on a GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB on Linux

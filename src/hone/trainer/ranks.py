@@ -31,7 +31,7 @@ class Ranks:
 
     @staticmethod
     def join_ranks(timeout: float) -> "Ranks":
-        """Join torchrun's other processes, or be the only rank.
+        """Join torch.distributed if torchrun started several processes; return the `Ranks`.
 
         `timeout`: seconds to wait for another rank.
         """

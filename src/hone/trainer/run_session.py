@@ -1,4 +1,4 @@
-"""A training run in its directory, from claim to end; `sft` and both forms of `rl` use it.
+"""Manage a training run's directory from start to end, for `sft` and the trainer of `rl`.
 
 resume_from ─► begin: restore, claim, write configuration ─► save_step … ─► end, or leave (preempted)
 """
@@ -75,7 +75,7 @@ class RunSession:
         }
 
     def check_claim(self) -> None:
-        """Check before slow work that the run may use its directory. Raises ValueError."""
+        """Raise ValueError if the run may not use its directory. Call this before slow work."""
         if self.ranks.is_first:
             self.run.check_claim(**self._claim)
 

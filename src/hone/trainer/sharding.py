@@ -52,13 +52,13 @@ def is_sharded(model: Transformer) -> bool:
 
 
 def local_part(x: Tensor) -> Tensor:
-    """Return this rank's part, sharing storage; all of a tensor that is not sharded."""
+    """Return this rank's part of a tensor without a copy; all of it if it is not sharded."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part
 
 
 def gather_whole(x: Tensor) -> Tensor:
-    """Gather all parts; collective."""
+    """Return the whole tensor on every rank. Collective."""
     full: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
     return full
 
@@ -131,10 +131,11 @@ class Export:
         write_more: Callable[[Path], None] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Write the model directory, with adapters in lora_adapters/, or the adapter alone.
+        """Write a model directory, or only its adapter. Collective; the first rank writes.
 
-        `write_more` adds files before the directory appears; a `chat_template` replaces the
-        source's. Collective; the first rank writes, and only it calls `where`.
+        Adapters are merged into the model and also written to lora_adapters/. `where` returns the
+        directory, and only the first rank calls it; `write_more` adds files before the directory
+        appears; a `chat_template` replaces that of `source`.
         """
         model = None if adapter_alone else self()
         adapter = {} if self.lora_config is None else self.adapter_tensors()

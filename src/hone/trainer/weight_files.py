@@ -1,7 +1,7 @@
-"""The weights of a step as files, by the run's layout.
+"""Write the weights of a step as files, in the layout that the run's configuration selects.
 
-hone     weights/step_N/     the model in HF format, adapters merged; in it lora_adapters/ where there are any
-trainer  checkpoint-N/       the adapter alone where there is one, else the model; trainer_state.json
+hone     weights/step_N/     the model in HF format, adapters merged; adapters, if any, also in its lora_adapters/
+trainer  checkpoint-N/       the adapter alone if one is trained, otherwise the model; trainer_state.json
 """
 
 import json

@@ -15,10 +15,11 @@ COMMAND = (sys.executable, "-P", "-m", "hone.environments.protocols.isolated_wor
 
 
 class Isolated(WorkerEnvironment):
-    """An environment whose rollouts are made by workers that load it by id and arguments.
+    """Environment of Hone whose rollouts run in worker processes.
 
-    `environment` answers everything else in this process. Rubrics added here score what the workers
-    return, with the part of the state that JSON can hold.
+    Each worker loads the environment by id and arguments. Examples, tools and demonstrations come
+    from `environment` in this process. Rubrics added here run in this process and see only the JSON
+    part of a rollout's state.
     """
 
     def __init__(
@@ -66,7 +67,11 @@ class Isolated(WorkerEnvironment):
         self.added.append(rubric)
 
     def on_reward_error(self, what: str) -> None:
-        """Set the choice here and in the workers, which restart with it when they are idle."""
+        """Set the effect of a failed reward function, here and in the workers.
+
+        Idle workers are restarted with it; a busy worker keeps its setting until its process is
+        replaced.
+        """
         self.environment.on_reward_error(what)
         for rubric in self.added:
             rubric.set_on_error(what)

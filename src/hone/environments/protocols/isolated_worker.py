@@ -12,7 +12,7 @@ from hone.users_code import CONTAINED
 
 
 class ParentClient:
-    """The policy, asked through the parent process."""
+    """Model client that sends each request to the parent process, which has the policy."""
 
     def __init__(self, loop: WorkerLoop, request_id: int) -> None:
         self.loop = loop
@@ -30,7 +30,7 @@ class ParentClient:
 
 
 class EnvironmentWorker:
-    """Handlers of the requests to an environment of Hone."""
+    """Handlers of a worker's requests: run a rollout, score a group."""
 
     def __init__(self, environment: Environment, loop: WorkerLoop) -> None:
         self.environment = environment

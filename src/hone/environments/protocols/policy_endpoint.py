@@ -1,5 +1,4 @@
-"""OpenAI endpoint on loopback for environments in other processes; each rollout has its own
-address.
+"""OpenAI endpoint on loopback for environments in other processes, with one URL per rollout.
 
 POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
 """
@@ -42,9 +41,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class RolloutAccess:
-    """Access of one rollout to the policy, and its turns.
+    """URL, model client and recorded turns of one rollout at the endpoint.
 
-    `is_full`: the context had no room for an answer.
+    Attributes:
+        is_full: True if the context had no room for an answer.
     """
 
     url: str

@@ -1,9 +1,9 @@
-"""Environments of the verifiers library, each in a process of its own with the library's Python.
+"""Run environments of the verifiers library in processes of the Python where it is installed.
 
     rollout ── {"rollout", row, url} ──► verifiers_worker.py ── POST url/… ──► PolicyEndpoint ─► client.chat
             ◄─ {"done", messages, reward, metrics} ──┘                         └ records the turns
 
-Sampled tokens never pass through the library: the endpoint records the turns of a rollout with
+Sampled tokens never pass through the library: `PolicyEndpoint` records the turns of a rollout with
 their tokens.
 """
 
@@ -36,7 +36,10 @@ def isolated_place(name: str) -> Path:
 
 
 def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
-    """Return the Python that runs an environment of verifiers, or None if it is not one."""
+    """Return the Python interpreter for a verifiers environment, or None for another environment.
+
+    Raises ValueError if `venv` has no interpreter.
+    """
     if venv is not None:
         python = Path(venv) / "bin" / "python"
         if not python.exists():
@@ -66,8 +69,9 @@ def _imports_verifiers(module_name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """Pairs of the library's rows and Hone's examples; the environment may read fields that Hone
-    does not know.
+    """The dataset rows of the library and the Hone examples built from them.
+
+    The rows are kept since the environment may read fields that examples lack.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -169,7 +173,10 @@ class VerifiersEnv(WorkerEnvironment):
         return rollout
 
     def _worker_of(self, example: Example) -> WorkerProcess:
-        """Return the least busy worker; rollouts of a group that is scored together share one."""
+        """Return the worker for an example's rollout: the least busy one.
+
+        With group scoring, all rollouts of an example use the same worker.
+        """
         if self._has_groups:
             return self.workers[example.id % len(self.workers)]
         return self.choose_worker()

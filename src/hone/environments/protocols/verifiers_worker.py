@@ -1,10 +1,10 @@
-"""Worker for environments of verifiers' v0 API, run by the library's Python, which need not have
-Hone.
+"""Worker for environments of verifiers' v0 API; it runs without Hone installed.
 
     verifiers_worker.py NAME examples      writes the examples and exits
     verifiers_worker.py NAME               serves the protocol of `worker_process.py`
 
-Each rollout receives the address of its own OpenAI endpoint.
+It runs with the Python interpreter that has verifiers. Each rollout receives the URL of its own
+OpenAI endpoint.
 """
 
 import importlib.metadata
@@ -144,7 +144,10 @@ class VerifiersWorker:
         }
 
     async def roll_out_unscored(self, given, client, model, sampling):
-        """Run a rollout that is scored with its group; return it and the number of its state."""
+        """Run a rollout without scoring it; return it and the key of its state in `self.kept`.
+
+        `score` uses the state when the group is complete.
+        """
         from verifiers.clients import resolve_client
 
         state = await self.environment.rollout(given, resolve_client(client), model, sampling)

@@ -1,15 +1,17 @@
-"""Worker processes of environments: a worker that blocks or crashes costs its rollouts and no more.
+"""Worker processes of environments: if one blocks or crashes, only its own rollouts fail.
 
     WorkerProcess ── {"rollout": 7, …} or {"score": 7, …} ──►  handler in the worker (worker_loop.py)
-                  ◄─ {"chat": 7, "question": 2, messages, sampling, tools} ─   optional: asks the policy
+                  ◄─ {"chat": 7, "question": 2, messages, sampling, tools} ─   optional: a request to the policy
                   ── {"reply": 7, "question": 2, turn} or {…, error, code} ──►
                   ◄─ {"done": 7, "result": …} or {"error": 7, "message": …} ──
-    also: {"cancel": 7}; {"ping": -1} ► {"pong": -1} of its event loop; {"alive": -1} both ways, of a thread
+    also: {"cancel": 7}
+          {"ping": -1} ─► {"pong": -1}      answered by the worker's event loop
+          {"alive": -1} ─► {"alive": -1}    answered by the worker's reading thread
 
 Messages are lines of JSON over the worker's standard input and output. A worker of another library
-receives the address of an OpenAI endpoint with each rollout instead of asking (`policy_endpoint.py`).
-A dead worker is replaced; its rollouts fail and are retried like others. A stopped worker is
-killed, and so is one that blocks while a rollout is out of time.
+sends no "chat"; it receives the URL of an OpenAI endpoint with each rollout (`policy_endpoint.py`).
+A worker that dies is replaced; its rollouts fail and are retried like others. A worker is killed if
+its process stops responding, or if its event loop is blocked when a rollout times out.
 """
 
 import asyncio
@@ -51,7 +53,7 @@ class WorkerProcess:
     """A worker process that is restarted when it dies.
 
     Args:
-        name: of its environment, for messages.
+        name: name of the environment, for log and error messages.
         command: command line of the worker.
         arguments: keyword arguments of the environment.
     """
@@ -95,7 +97,10 @@ class WorkerProcess:
             self._pending.pop(request_id, None)
 
     def change_command(self, command: list[str]) -> None:
-        """Set the command of future processes; an idle process is ended for it."""
+        """Set the command line for future processes.
+
+        An idle process is killed, so that the next request starts a new one.
+        """
         is_changed = command != self.command
         self.command = command
         if is_changed and not self._pending:

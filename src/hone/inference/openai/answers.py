@@ -99,7 +99,7 @@ class Answer:
         raise NotImplementedError
 
     def context_tokens(self, index: int) -> list[int]:
-        """Return the tokens that a completion's text continues from; empty if it stands alone."""
+        """Return the tokens before a completion that its text depends on; empty if there are none."""
         return []
 
     def completion_text(self, completion: Completion, index: int = 0) -> str:
@@ -166,7 +166,9 @@ class Answer:
         return None
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
-        """Return the delta of a piece: its tokens, and `said`, the text that they complete."""
+        """Return the delta of a piece: its tokens, and `said`, the text that became final with
+        them.
+        """
         raise NotImplementedError
 
     def build_last_delta(
@@ -245,7 +247,9 @@ class ChatAnswer(Answer):
         }
 
     def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
-        """Return the `logprobs` field of new tokens; its entries' bytes joined are the text."""
+        """Return the `logprobs` field of new tokens; the bytes of its entries, joined, are the
+        text.
+        """
         if not self.chat.logprobs:
             return None
         is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
@@ -372,8 +376,8 @@ class TextAnswer(Answer):
         """Return the `logprobs` field of a completion's tokens, None if not requested.
 
         Args:
-            count: characters of the text so far; it is advanced.
-            follows: other tokens precede these.
+            count: counter of the characters before these tokens; advanced past them.
+            follows: True if other tokens precede these.
         """
         if self.ask.logprobs is None:
             return None
@@ -437,9 +441,9 @@ class Characters:
 
 
 def _dump_json(value: dict[str, Any]) -> str:
-    """Encode JSON with pydantic, five times faster than Python's encoder.
+    """Encode a value as JSON, with pydantic if possible: it is five times faster than `json`.
 
-    Python's encoder takes values that pydantic would write differently: lone surrogates and line
+    `json` encodes values that pydantic rejects or writes differently: lone surrogates and line
     separators. Raises ValueError for numbers that are not finite.
     """
     with suppress(PydanticSerializationError):

@@ -33,7 +33,7 @@ async def stream_answer(
 
 
 class _EventEncoder:
-    """Encode the completions of an answer, as they grow, as server-sent events."""
+    """Incremental encoder of an answer's completions as server-sent events."""
 
     def __init__(self, answer: Answer, requests: Sequence[GenerateRequest]) -> None:
         self.answer = answer
@@ -47,7 +47,10 @@ class _EventEncoder:
         self.has_running_usage = options is not None and bool(options.continuous_usage_stats)
 
     def encode_piece(self, i: int, piece: Completion) -> str:
-        """Return the events for the next tokens of completion `i`, and the last ones after all."""
+        """Return the events for the next tokens of completion `i`.
+
+        At the end of the last completion, add the closing events.
+        """
         self.pieces[i].append(piece)
         self.written += len(piece.ids)
         spelling = self.spellings[i]

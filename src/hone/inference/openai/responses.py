@@ -1,4 +1,4 @@
-"""Serve `/v1/responses` for plain text: convert to a chat request, and its answer back."""
+"""Serve `/v1/responses` for plain text: convert requests to chat requests, and chat answers back."""
 
 from collections.abc import Sequence
 from typing import Any, Literal

@@ -107,7 +107,7 @@ class ChatMessage(BaseModel):
 
 
 class Written(BaseModel):
-    """The tokens of an unfinished completion."""
+    """Partial completion that the server is to continue."""
 
     ids: list[int]
     logprobs: list[float]
@@ -121,8 +121,9 @@ class Written(BaseModel):
 
 
 class JsonSchema(BaseModel):
-    """OpenAI's JSON schema; `name`, `description` and `strict` are ignored, since schemas are
-    always enforced.
+    """OpenAI's `json_schema` object; its schema is always enforced.
+
+    The keys `name`, `description` and `strict` are ignored.
     """
 
     model_config = ConfigDict(extra="allow")

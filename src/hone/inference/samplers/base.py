@@ -125,8 +125,8 @@ class Sampler(ABC):
     async def describe_state(self, each: bool = False) -> dict[str, Any]:
         """Return version, dtype, device, number of completions so far, and checksum.
 
-        The checksum is None without that capability. With `each`, add the fingerprint of every
-        weight.
+        The checksum is None if the sampler lacks the capability "checksum". With `each`, add the
+        fingerprint of every weight.
         """
 
     @abstractmethod

@@ -86,7 +86,7 @@ class EmbeddedSampler(Sampler):
             )
 
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """Load weights. Another architecture replaces the model and aborts running requests."""
+        """Load weights; if their architecture differs, replace the model and abort all requests."""
         return await self.service.run_on_engine(lambda: self._load_update(place, version, message))
 
     def _load_update(self, place: Path, version: int, message: Message) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""Partial completions: one query of the engine serves all streams.
+"""Stream partial completions: one periodic query of the engine serves all streams.
 
-    Streams.stream_requests ─► generate, each under a name ─► the end of each
+    Streams.stream_requests ─► generate, under a request name ─► last piece of each request
             ▲
-            └── pieces ◄── look({name: known}), periodically
+            └── new tokens ◄── look({request name: number of known tokens}), periodically
 
 A query costs the engine as much for a hundred streams as for one, so a stream receives several
-tokens at a time, and queries become less frequent as output grows.
+tokens at a time. Queries become less frequent when there are more streams or delivering their
+tokens takes longer.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ MAX_POLL_SECONDS = 0.5
 
 @dataclass
 class _Open:
-    """One request of a stream: the queue of the stream's pieces, and its index in the stream."""
+    """One streamed request: its index in the stream, and the stream's queue of pieces."""
 
     pieces: asyncio.Queue[tuple[int, Completion | None]]
     index: int
@@ -37,7 +38,7 @@ class _Open:
 
 
 class Streams:
-    """Streams over a sampler's `generate`.
+    """Streaming on top of a sampler's `generate`.
 
     `look` maps {request name: number of known tokens} to the new tokens of each request.
     """

@@ -5,7 +5,8 @@
                  └─ ended requests continue from their tokens, as a prompt, with the new weights
 
 So every token has one version, and logprobs after an update are those of the new weights over the
-whole prefix. vLLM has no checksum: the canary proves that weights arrived.
+whole prefix. vLLM has no checksum: the logprobs of the canary, a fixed text, show whether new
+weights arrived.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ class VllmSampler(Sampler):
         self._changing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Read the settings that vLLM chose."""
+        """Read the maximum context length that vLLM chose."""
         card = (await self._call_json("GET", "/v1/models"))["data"][0]
         self._context = int(card["max_model_len"])
 
@@ -378,8 +379,9 @@ _LIMITS = httpx.Limits(max_connections=None)
 class _Sent:
     """Context manager that sends a request to vLLM and returns the successful response.
 
-    Raises ContextFull or ValueError if vLLM refuses the request, RuntimeError if it fails. If vLLM
-    has exited it waits forever: this process is about to end, and clients retry elsewhere.
+    Raises ContextFull or ValueError if vLLM refuses the request, RuntimeError if vLLM fails. If
+    vLLM has exited, the call waits forever: the server is about to exit too, and clients retry
+    elsewhere.
     """
 
     def __init__(self, sampler: VllmSampler, answering: Any) -> None:
@@ -440,7 +442,7 @@ def _parse_top_logprobs(place: Alternatives, number: int) -> Alternatives:
 
 
 def _join_pieces(request: GenerateRequest, pieces: list[Completion]) -> Completion:
-    """Join all pieces, and truncate the completion where `request.ends` says."""
+    """Join all pieces, and keep only the tokens that the stop condition `request.ends` keeps."""
     whole = join_pieces(pieces)
     keep = request.ends(whole.ids) if request.ends is not None else None
     if keep is not None:

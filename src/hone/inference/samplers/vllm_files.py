@@ -1,11 +1,12 @@
 """Directories that vLLM loads weights from, validated first because vLLM exits if a load fails.
 
-    directory of a delivery ─ validated ──────────────────► vLLM
-    from memory, or an adapter ─ received here, written ──►
-    from memory, on a GPU ─ received there, read in place ►   (vllm_worker.py)
+    files ─ directory validated ─────────────────────────────────────────────► vLLM
+    adapter, or NCCL ─ received in this process's memory, written as files ──►
+    NCCL, on a GPU ─ received in GPU memory, which vLLM reads ───────────────►   (vllm_worker.py)
 
-vLLM's CPU build keeps a packed copy of the head that new weights do not reach if head and embedding
-are tied (seen in 0.32: the canary differs). There such a model is served with an untied head.
+vLLM's CPU build keeps a packed copy of the LM head. If the head is tied to the embedding, new
+weights do not reach that copy (seen in 0.32: the canary differs). So on a CPU such a model is
+served with an untied head.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Extension of vLLM's GPU workers (`--worker-extension-cls`) that loads weights from another
-process's memory.
+"""Extension of vLLM's GPU workers that loads weights from another process's memory.
 
-It runs in vLLM's Python, which has torch and, of Hone, only this package's files.
+vLLM imports it (`--worker-extension-cls`) in its own Python environment, which has torch and the
+package `hone`, but not necessarily Hone's other dependencies.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
 """CPU kernels compiled by numba, if it is installed (`hone-rl[cpu]`); plain torch is the fallback.
 
-Each CPU operation of torch passes through memory once, and in a small model it takes less time than
-its call from Python. Compiled loops do all work on a row in one pass: norms, rotary positions,
-SwiGLU, attention over the flat token axis, sampling, logprobs. They receive addresses
-(`tensor.data_ptr()`), which cost nothing to pass; the functions of `hone.kernels` that call them
-check layout and dtype.
+Each torch operation on a CPU reads and writes whole tensors, and in a small model its Python call
+takes longer than the operation itself. Compiled loops do all work on a row in one pass: norms,
+rotary positions, SwiGLU, attention over the flat token axis, sampling, logprobs. Kernels receive
+addresses (`tensor.data_ptr()`), which cost nothing to pass; the functions of `hone.kernels` that
+call the kernels check layout and dtype.
 
 Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library. It
 supports only float32.

@@ -1,14 +1,15 @@
 """Causal attention over the flat token axis: sequences end to end, some continuing a shared prompt.
 
 A sequence is a row (start, length, prefix start, prefix length). Each of its tokens sees the
-prefix, and the sequence up to itself. A prefix and the sequences that share it form a group. A task
-computes one head of one group, so that it adds to the prefix's gradients without locks. Within a
-task everything is a small matrix product on blocks that stay in the core's cache:
+prefix, and the sequence's tokens up to itself. A prefix and the sequences that share it form a
+group. A task (one iteration of the parallel loop) computes one head of one group, so that it adds
+to the prefix's gradients without locks. Its work is small matrix products on blocks that stay in
+the core's cache:
 
     keys_EN (transposed, prefix | own, padded to 16)      scores_MN = q_ME keys_EN ─ softmax ─► x values_NE
 
-Shared keys and values are laid out once per group. Backward recomputes the scores from their
-log-sum, so memory grows linearly with tokens.
+A task copies the prefix's keys and values once for all sequences of the group. Backward recomputes
+the softmax from the saved log-sum-exp, so memory grows linearly with tokens.
 """
 
 import numpy as np
@@ -82,7 +83,7 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 @inlined
 def longest(sequences, first, end):
-    """Return the most keys (padded to 16) and the most rows of a block in sequences first … end."""
+    """Return the largest key count (padded to 16) and query block of sequences first … end."""
     keys, most = 16, ROWS
     for s in range(first, end):
         _, length, _, P = sequences[s]
@@ -95,8 +96,8 @@ def longest(sequences, first, end):
 def score_rows(q, keys, W, first, rows, P, N, E, scores):
     """Compute the masked scores[rows x N] of query rows first … first + rows.
 
-    Columns are masked up to the end of the last tile that is needed; those beyond it are not
-    written. keys: E x W.
+    For each ROWS rows, columns are written up to the last tile of 16 that one of these rows needs;
+    later keys in this range are masked. keys: E x W.
     """
     for r in range(0, rows, ROWS):
         columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)

@@ -1,11 +1,11 @@
-"""Both halves of a training block, one call forward and one backward each.
+"""Compute both halves of a transformer block in training, one call forward and one backward each.
 
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-A task takes a block of rows through consecutive steps, so that intermediate values stay in a core's
-cache. Attention and the gradients of weights need all rows, so they are separate tasks. Results
-have the same bits as the kernels that compute one step each.
+A task computes consecutive steps for a few rows, so that intermediate values stay in a core's
+cache. Attention and the gradients of weights need all rows, so they have tasks of their own.
+Results have the same bits as those of the kernels that compute one step each.
 
 All tensors are addresses of dense float32 memory. The variable `one` is a 64-bit 1: a literal 1 has
 another type, for which numba would compile the kernels again. Dimensions: T tokens, D hidden, H
@@ -45,7 +45,7 @@ def times(top, end, N, K, a, packed, out, out_first):
 
 @inlined
 def ask_for_rows(top, end, N, x):
-    """Prefetch rows top … end of x (N wide) in order; a product would read them six at a time."""
+    """Prefetch rows top … end of x (N wide) in order; a matrix product reads several at once."""
     for i in range(top * N, end * N, LINE):
         prefetch(x, i)
 

@@ -6,11 +6,11 @@
                           loaded, run  ◄──────┘
 
 The cache is in the user's cache directory, keyed by a hash of these sources, instruction set,
-processor, and versions of numba and Python: environments and clones with equal keys share it. A
-process does not run what it compiled itself if it can be cached: numba optimizes the body of a
-parallel loop once more for the cached code, which may change the order of a sum. A kernel has one
-type per argument, since numba's cache index is not safe for two processes that compile the same
-kernel.
+processor, and versions of numba and Python: environments and clones with equal keys share it. If
+code can be cached, a process runs only cached code, never code that it compiled itself: numba
+optimizes the body of a parallel loop once more for the cached code, which may change the order of a
+sum. Each kernel is called with only one type per argument, because numba's cache index is not safe
+when two processes compile the same kernel.
 """
 
 import contextlib
@@ -172,7 +172,10 @@ def inlined(function: Any) -> Any:
 
 
 def note() -> dict[Call, None]:
-    """From now on, record how imported kernels are called instead of computing; return the records."""
+    """Make kernels imported from now on record their calls instead of computing.
+
+    Returns the records, which later calls extend.
+    """
     global _calls
     _calls = {}
     return _calls
@@ -206,7 +209,7 @@ def _compile(call: Call) -> None:
 
 
 def compile_all(calls: dict[Call, None]) -> None:
-    """Compile these kernels for these types, one per core."""
+    """Compile each kernel for its recorded types, in one process per core."""
     # A fork would inherit torch's threads without what runs them
     spawn = multiprocessing.get_context("spawn")
     os.environ["HONE_PARENT_PID"] = str(os.getpid())

@@ -1,4 +1,7 @@
-"""Sum tensors' words for fingerprints, one task per stretch, at nearly memory bandwidth."""
+"""Sum the words of tensors for fingerprints, at nearly memory bandwidth.
+
+A task sums one stretch (`kernels/fingerprints.py`).
+"""
 
 from collections.abc import Sequence
 

@@ -11,7 +11,7 @@ _f = np.float32
 
 @compiled
 def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
-    """Compute log-sum-exp, target logprob and entropy (N each) of logits N x V over temperature N."""
+    """Compute log-sum-exp, target logprob and entropy, N each, of logits N x V / temperature N."""
     logits, targets, temperature = (
         floats(logits, (N, V)),
         integers(targets, N),

@@ -1,6 +1,7 @@
-"""Muon's Newton-Schulz steps over many small matrices, one thread and core cache per matrix.
+"""Orthogonalize many small matrices for Muon by Newton-Schulz steps, one thread per matrix.
 
-A product of such matrices takes less time than waking another thread.
+A matrix stays in its core's cache. Multiplying two such matrices takes less time than waking
+another thread.
 
     y [M x N], M <= N, of norm 1 ─► gram = y y^T ─► p = b gram + c gram gram ─► y = a y + p y ─► …
 """
@@ -21,7 +22,10 @@ COLUMNS = 5
 
 @inlined
 def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
-    """Orthogonalize a matrix in place. A separate function, so that threads share no variable."""
+    """Orthogonalize a matrix in place.
+
+    It is separate from the parallel loop so that threads share no variable.
+    """
     rows = (M + ROWS - 1) // ROWS * ROWS
     narrow, wide = (M + WIDTH - 1) // WIDTH * WIDTH, (N + WIDTH - 1) // WIDTH * WIDTH
     y, next_y = np.zeros(rows * wide, np.float32), np.zeros(rows * wide, np.float32)

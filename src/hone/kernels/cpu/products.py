@@ -3,14 +3,14 @@
     B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
 
-For gradients of weights, A is transposed and K counts tokens. A task then packs its part of A and B
-piece by piece along K.
+For gradients of weights, A is transposed and K counts tokens. Each task then packs its part of A
+and B piece by piece along K.
 
 ROWS x WIDTH is 8 x 32 with AVX-512, 6 x 16 with AVX2, 8 x 8 with NEON.
 
-torch hands fp32 products to MKL, which keeps to AVX2 on AMD processors (half the speed of a core
-with AVX-512), or to oneDNN, which compiles code for every new number of tokens. These kernels run
-new shapes without compiling.
+torch computes fp32 matrix products with MKL, which uses only AVX2 on AMD processors (half the speed
+of a core with AVX-512), or with oneDNN, which compiles code for every new number of tokens. These
+kernels run new shapes without compiling.
 """
 
 import numpy as np
@@ -145,7 +145,7 @@ def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
 def pack_rows(a, at, a_column, rows, held, K, packed):
     """Pack `rows` adjacent rows of a transposed A into tiles of K x ROWS, ROOM floats apart.
 
-    `held`: number of rows that exist from the first one on.
+    `held`: how many rows A has from `at` on; whole vectors are loaded only within these rows.
     """
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
@@ -162,10 +162,10 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
 
 @inlined
 def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
-    """Prefetch `lines` cache lines of what is packed next, and return where to continue.
+    """Prefetch the next `lines` cache lines of A and B to be packed; return where to continue.
 
-    Step k of the packing has `of_row` lines: `of_A` of A, then those of B. `row` is k, `line` a
-    line of it.
+    One step of K has `of_row` cache lines: `of_A` of A, then those of B. `row` is the step, `line`
+    the next of its cache lines.
     """
     for _ in range(lines):
         if line < of_A:

@@ -121,7 +121,7 @@ def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
 
 @inlined
 def swiglu_row(gate_up, at, F, out, out_at):
-    """Compute silu of F numbers at `at` times the F numbers after them."""
+    """Compute out = silu(gate) * up of F gates at `at` and the F ups after them."""
     for f in range(0, _whole(F), LANES):
         x = load(gate_up, at + f)
         silu = divide(x, add(splat(_f(1)), exp(multiply(x, splat(_f(-1))))))
@@ -363,7 +363,7 @@ def norm_rope_backward(
 
 @compiled
 def swiglu_forward(T, F, gate_up, out):
-    """Compute silu of the first half of gate_up T x 2F times the second: out T x F."""
+    """Compute out T x F = silu(gate) * up, with gate and up the halves of gate_up T x 2F."""
     for t in prange(T):
         swiglu_row(gate_up, 2 * t * F, F, out, t * F)
 

@@ -1,13 +1,13 @@
 """Vectors of floats for functions that numba compiles: portable intrinsics through LLVM.
 
-numba vectorizes simple loops by itself, but keeps no tile of a matrix product in registers. A
-`Lanes` value is one LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2, 4
-with NEON. `tile_of` makes the core of a product from such vectors. Memory is an address (an int) or
-a flat float32 array; `get` and `put` take an index as it is, without numba's check for negative
-ones.
+numba vectorizes simple loops by itself, but does not keep a tile of a matrix product in registers.
+A `Lanes` value is one LLVM vector as wide as the processor's: 16 floats with AVX-512, 8 with AVX2,
+4 with NEON. `tile_of` builds the inner loop of a matrix product from such vectors. Memory is an
+address (an int) or a flat float32 array; `get` and `put` use an index unchanged, without numba's
+check for negative ones.
 
-`floats(address, shape)` is an array for reading. Kernels write with `put` and `store`: numba takes
-an array made from an address for a local one, and removes writes to it.
+`floats(address, shape)` returns an array for reading only. Kernels write with `put` and `store`,
+because numba treats an array made from an address as local and removes writes to it.
 """
 
 from collections.abc import Callable
@@ -306,14 +306,15 @@ def exp(typing: Any, x: Any) -> Any:
 
 
 def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
-    """Return the core of a product: rows x (vectors * LANES) numbers of C, kept in registers.
+    """Return an intrinsic for matrix products, with rows x (vectors * LANES) sums in registers.
 
-    `together` steps of k are unrolled: the processor predicts the end of short loops, not of long
-    ones. a_column takes a register if it is not known at compile time.
+    It unrolls `together` steps of k: the processor predicts the end of short loops, not of long
+    ones. a_column occupies a register if it is not known at compile time.
 
-    tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds): C = A B, added to C if
-    `adds`. A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row, row m of
-    C at c_at + m * c_row. Each number of C is a sum over k in order, whatever the other rows are.
+    tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds) sets C = A B, or adds A
+    B to C if `adds`. A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row,
+    row m of C at c_at + m * c_row. Each number of C is a sum over k in order, whatever the other
+    rows are.
     """
 
     @intrinsic
@@ -447,7 +448,10 @@ def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row
 
 @intrinsic
 def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) -> Any:
-    """Return products of x[x_at : x_at + E] with LANES rows of E numbers, `step` apart, as lanes."""
+    """Return the dot products of x[x_at : x_at + E] with LANES rows of E numbers, as lanes.
+
+    Rows start at `at` and are `step` apart.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         *_, step, E = arguments

@@ -1,18 +1,19 @@
 """Run a whole small model in one call, instead of about 60.
 
-A task takes a block of tokens through all layers in the cache of one core, so that no thread waits
+A task computes all layers for a block of tokens in the cache of one core, so that no thread waits
 for another.
 
     tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─ head ─►
                          └────────────────────────────────────┴──────────────────────────────────┘
 
 The tokens of a task are the newest tokens of some sequences, or stretches of some prompts in order:
-a token sees the keys and values that its own block and earlier blocks have put into the cache.
+a token sees the keys and values that its own block and earlier blocks have written to the cache.
 
-Sequences that decode may take several steps in one call. A task samples the next tokens of a few of
-its sequences and continues with these; when one is done, the next sequence takes its place. The
-data of a few sequences stays in a core's cache from step to step; the data of all would not. Norms,
-products, heads and sampling are those of the layer-by-layer kernels.
+One call may compute several decode steps. A task then decodes a few of its sequences at a time: it
+samples their next tokens and runs the model on those tokens. When a sequence is done, the task's
+next sequence replaces it. The data of a few sequences stays in a core's cache from step to step;
+the data of all would not. Norms, matrix products, heads and sampling are those of the
+layer-by-layer kernels.
 """
 
 import numpy as np
@@ -124,8 +125,9 @@ def _block(
 ):
     """Run `rows` tokens from `top` on through all layers; return how many have logits.
 
-    Their logits are the first rows of `wide`, V padded; `results` has the RESULT column of their
-    tokens. The arguments after it are scratch memory for a block.
+    The logits are in the first rows of `wide`, each padded from V to whole panels; the first
+    entries of `results` are the RESULT column of the same tokens. The arguments after `results` are
+    scratch memory for a block.
     """
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
     for m in range(rows):

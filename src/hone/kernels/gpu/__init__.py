@@ -1,14 +1,14 @@
 """GPU kernels in Triton and its language Gluon, each with a plain-torch reference for tests.
 
-A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts: each is
-launched with programmatic dependent launch (PDL), so that its blocks start while the kernel before
-it runs. `wait` blocks until that kernel is complete and its results are visible, then lets the next
-kernel start. Some kernels let the next one start before they wait (`wait_beside_next`), so that
-even later kernels may run. Before its own `wait` a kernel therefore touches nothing that its step
-has written. It may touch weights, which it prefetches into the L2 cache, and data from before the
-step: the active slots, their tokens, and earlier keys and values.
+A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts. Each is
+launched with programmatic dependent launch (PDL): its blocks start while the previous kernel still
+runs. `wait` blocks until the previous kernel is complete and its results are visible, then lets the
+next kernel start. `wait_beside_next` lets the next kernel start first and then waits, so that more
+than two kernels may overlap. Before its own `wait` a kernel therefore touches nothing that the same
+decode step has written. It may touch weights, which it prefetches into the L2 cache, and data from
+before the step: the active slots, their tokens, and earlier keys and values.
 
-The kernels take half precision. Those in `training_kernels.py` and `attention.py` compute
+The kernels are for half precision. Those in `training_kernels.py` and `attention.py` compute
 gradients, for `kernels/gpu_training.py` and `kernels/head.py`.
 """
 
@@ -42,7 +42,7 @@ MANY_TOKENS, SMALL_WEIGHT = (128, 7 * 2**20)
 
 @dataclass(frozen=True)
 class Scaled:
-    """Unfinished RMS norm of a residual stream x, T x D, made by the kernel that adds to x."""
+    """RMS norm of a residual stream x before division by rms(x), from the kernel that adds to x."""
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
     squares_TP: Tensor  # parts of the sum of x * x over D, fp32
@@ -99,12 +99,13 @@ def shared_memory() -> int:
 
 
 def memory_share(width: int, rows: int) -> int | None:
-    """Return the percentage of fast memory that small decode steps use as shared memory.
+    """Return the percentage of L1/shared memory that small decode steps use as shared memory.
 
-    The rest of a multiprocessor's fast memory is cache; None leaves the choice to the driver.
-    Attention reads keys and values through shared memory, products read weights through the cache.
-    All use one percentage, since a kernel with another one cannot start while the previous one
-    runs. The values depend on the width of the model, as measured (benchmarks/kernels/tiles.py).
+    The rest of a multiprocessor's L1/shared memory is cache; None leaves the choice to the driver.
+    Attention reads keys and values through shared memory, matrix products read weights through the
+    cache. All kernels of a step use the same percentage, since a kernel with another one cannot
+    start while the previous kernel runs. The values depend on the model's width and the number of
+    rows, as measured (benchmarks/kernels/tiles.py).
     """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
@@ -152,9 +153,9 @@ def takes_head(hidden_TD: Tensor) -> bool:
 
 
 def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if Hone's kernel, which starts early, is faster than torch's product here.
+    """Return True if Hone's early-starting kernel is faster than torch's matrix product here.
 
-    It is for small weights and a medium number of rows.
+    This is so for small weights and a medium number of rows.
     """
     is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
     is_small = weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0
@@ -162,10 +163,10 @@ def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if products of so few rows fuse the operations around them.
+    """Return True if x W^T is to use the fused kernel for few rows (`few_row_products.py`).
 
-    See `few_row_products.py`. Such products multiply hidden states by a norm's weight before they
-    divide by the root mean square; that may overflow float16, so only bfloat16 is accepted.
+    With that kernel, hidden states are multiplied by a norm's weight before they are divided by the
+    root mean square; that may overflow float16, so only bfloat16 is accepted.
     """
     columns, inner = weight_OI.shape
     most = 2 * FUSED_TOKENS if min(columns, inner) <= FUSED_WIDTH else FUSED_TOKENS

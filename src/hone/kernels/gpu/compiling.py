@@ -3,12 +3,13 @@
     with together():          # every launch inside compiles, none runs
         rehearsal             # on memory of the right shapes; its results are meaningless
 
-Half of that time holds the GIL. So what Triton's cache directory lacks is compiled by other
-processes, which write to the cache, and by a few threads until those have started:
+Half of that time holds the GIL. Kernels that Triton's cache directory lacks are therefore compiled
+by other processes, which write to the cache, and by two threads of this process, which can begin at
+once:
 
     a launch ─► a thread ─► is it in the cache? ─► a process, or the thread itself ─► loaded from the cache
 
-Compiled code stays in the cache, so that the second time takes a moment and starts no process.
+Compiled code stays in the cache: later runs load it quickly and start no process.
 """
 
 import contextvars
@@ -98,9 +99,10 @@ def together() -> Iterator[None]:
 
 
 class Compilers:
-    """Replacement for Triton's `compile` that serves many threads and up to `processes` processes.
+    """Replacement for Triton's `compile` that many threads call and that uses several processes.
 
-    Processes start with the first kernel that Triton's cache lacks and end with the `with` block.
+    Up to `processes` processes start with the first kernel that Triton's cache lacks and end with
+    the `with` block.
     """
 
     def __init__(self, processes: int) -> None:

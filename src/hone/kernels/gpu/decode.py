@@ -85,7 +85,7 @@ def _nothing(C: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def _put_part(part_acc, part_stats, row, top, weight, acc, inside, E: tl.constexpr):
-    """Write the state of _mix as rows of partial results for _with_parts."""
+    """Write the running softmax state of C queries to rows `row` of the partial results."""
     tl.store(part_stats + row * 2, top, inside)
     tl.store(part_stats + row * 2 + 1, weight, inside)
     tl.store(part_acc + row[None, :] * E + tl.arange(0, E)[:, None], acc, inside[None, :])
@@ -103,7 +103,7 @@ def _with_parts(
     PARTS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Add partial results to the state of _mix and return it.
+    """Add partial results to the running softmax state of C queries; return the state.
 
     `rows`, PARTS x C: their rows; those where `taken` is False are left out.
     """
@@ -284,10 +284,11 @@ def ordered_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the attention output of batch row b in the order of sums of training.
+    """Compute the attention output of batch row b, summing in the same order as training.
 
-    Its order is that of `forward_kernel` (`attention.py`). The queries of a k/v head are rows of a
-    tile of M. One warp adds here what each of four warps adds there for its own rows.
+    The order is that of `forward_kernel` (`attention.py`). The queries of a k/v head are rows of a
+    tile of M. One warp computes this tile, as each of the four warps of `forward_kernel` computes
+    its own rows.
     """
     G: tl.constexpr = H // K
     head, b = tl.program_id(0), tl.program_id(1).to(tl.int64)

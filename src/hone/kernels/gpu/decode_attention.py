@@ -1,8 +1,9 @@
-"""Decode attention for sequences that read all of their pages themselves, through shared memory.
+"""Decode attention that reads each sequence's pages separately, through shared memory.
 
-A block handles one sequence and one k/v head, or a part of it. It requests the first tiles of keys
-and values while the projection to heads still runs, since only the newest token depends on that.
-Each warp has its own tokens of a tile, so warps exchange nothing before the end:
+A block handles one sequence and one k/v head, or a part of the sequence. It requests the first
+tiles of keys and values while the QKV projection still runs, since only the newest token depends on
+that projection. Each warp handles its own tokens of a tile, so warps exchange nothing before the
+end:
 
     cache ────────► STAGES tiles in shared memory ─┐
     wait ──► qkv ─► norm, rope ─► queries ─────────┴─► softmax per warp ─► shared memory ─► summed ─► out
@@ -50,7 +51,7 @@ def _ask(
     WARPS: gl.constexpr,
     TOKENS: gl.constexpr,
 ):
-    """Start to load keys and values of positions first … end into shared memory, zeros beyond."""
+    """Start to load a tile of keys and values into shared memory, zeros from position `end` on."""
     gl.static_assert(PAGE % TOKENS == 0, "what a warp has of a tile lies in one page")
     LANES: gl.constexpr = min(E // VECTOR, 32)
     of_copies: gl.constexpr = gl.BlockedLayout(
@@ -416,7 +417,7 @@ def attend_alone(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """Compute `decode.decode` for sequences that each read all of their pages themselves."""
+    """Compute `decode.decode` with the pages of each sequence read separately."""
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out, C = qkv.new_empty(B, H * E), power_of_2(H // K)

@@ -71,17 +71,17 @@ def held_kernel(
 ):
     """Compute tile (m, n), R x BN, of x w^T, with the operations before and after the product.
 
-    x is M x K, w is N x K. K is COUNT times WARPS stretches of BK. Of its COUNT stretches of w, a
-    warp requests HELD before the previous kernel ends; right after, it requests AHEAD of x. Around
-    the product, in this order:
+    x is M x K, w is N x K. Each of WARPS warps multiplies COUNT stretches of BK along K. It
+    requests its first HELD stretches of w before the previous kernel ends, and its first AHEAD
+    stretches of x as soon as that kernel has ended. Around the product, in this order:
 
-        SQUARES   x is that of a `Scaled`: divide by its root mean square, of P sums of squares per row
+        SQUARES   x is from a `Scaled`: divide by its root mean square, of P sums of squares per row
         bias
         SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
         ONTO      add residual M x N, and make the `Scaled` of the result
 
-    w is the left side of the product on the chip, with at least 16 rows, and x the right one, with
-    at least 8.
+    In the matrix units, w is the left operand, with at least 16 rows, and x^T the right one, with
+    at least 8 columns.
     """
     gl.static_assert(
         BK % (4 * VECTOR) == 0,

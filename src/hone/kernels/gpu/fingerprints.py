@@ -1,6 +1,6 @@
-"""Sum tensors' words for fingerprints on a GPU, reading memory once.
+"""Sum the words of tensors for fingerprints on a GPU, reading memory once.
 
-Tensors can be summed as soon as they are ready, before all others are.
+A tensor can be summed as soon as its values are final, while others still change.
 """
 
 from collections.abc import Iterator, Sequence

@@ -59,11 +59,11 @@ def prefetch(rows, size, LINES: tl.constexpr):
 
 
 def set_memory_share(kernel, percent):
-    """Set the percentage of fast memory that a kernel's next launches use as shared memory.
+    """Set the percentage of L1/shared memory that a kernel's next launches use as shared memory.
 
-    None leaves it to the driver. A compiled kernel keeps its first percentage; the constant SHARE
-    makes kernels with different percentages compile separately. A kernel with another percentage
-    than the previous one starts only when that one has ended.
+    None leaves the choice to the driver. A compiled kernel keeps its first percentage; the constant
+    SHARE makes kernels with different percentages compile separately. A kernel whose percentage
+    differs from the previous kernel's starts only when the previous kernel has ended.
     """
     # There is no function before it is loaded; `getattr` would wait until it is compiled.
     function = None if kernel is None else vars(kernel).get("function")

@@ -1,7 +1,7 @@
 """AdamW in a single pass over memory.
 
-Masters and moments in host memory come to the GPU in portions, each to one of a few buffers with
-its own stream, so that one arrives while another is updated and a third leaves:
+Masters and moments in host memory are copied to the GPU in portions. Each of a few buffers has its
+own stream, so that one portion is copied in while another is updated and a third is copied back:
 
     host ── copy ─► buffer ── adamw_kernel, with the gradient ─► buffer, and the weight ── copy ─► host
 """
@@ -53,10 +53,10 @@ def adamw_kernel(
     """Update one block of one portion of a tensor.
 
     Args:
-        tensors: N x 8: addresses of a portion of weight, master, both moments and gradient; its
-            length; the number of its tensor; its offset in that tensor.
-        blocks: P x 2: portion and block number.
-        size: learning rate divided by the first moment's correction.
+        tensors: N x 8, a row per portion: addresses of its weight, master, both moments and
+            gradient; its length; the index of its tensor; its offset in that tensor.
+        blocks: P x 2, a row per program: index of the portion, and of the block in the portion.
+        size: learning rate divided by the first moment's bias correction.
     """
     i = tl.load(blocks + 2 * tl.program_id(0) + 1) * BLOCK + tl.arange(0, BLOCK)
     row = tensors + tl.load(blocks + 2 * tl.program_id(0)) * 8

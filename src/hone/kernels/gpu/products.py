@@ -1,10 +1,10 @@
-"""y = x W^T for more rows than `few_row_products.py` takes: weights pass through the chip once.
+"""Compute y = x W^T for more rows than `few_row_products.py` supports.
 
-The work is spread over rows and columns.
+Weights are read from memory once; the work is divided over rows and columns.
 
     short       for small weights, optionally with SwiGLU: starts while the previous kernel runs
-    parts       splits the inner dimension to fill the chip: the fastest for more rows
-    in_order    one program per tile, first to last: the bits of torch's product of many rows
+    parts       splits the inner dimension to fill the GPU: the fastest for more rows
+    in_order    sums each number from first to last: same bits as torch's product of many rows
 """
 
 from typing import NamedTuple

@@ -132,7 +132,7 @@ def finished(
 
 @triton.jit
 def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute silu of the first half of gate_up's row t (T x 2F) times the second."""
+    """Compute silu(gate) * up of row t, with gate and up the halves of gate_up T x 2F."""
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F

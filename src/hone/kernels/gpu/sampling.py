@@ -78,10 +78,10 @@ def stretch_kernel(
     STRETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute maximum and sum of exponentials of stretch s of row b, logits B x V.
+    """Compute the maximum and the sum of exponentials of stretch s of row b of logits B x V.
 
-    stats: B x 4 x STRETCHES; the last two are those of `plain`, only with FILTERED. With FILTERED,
-    logits below threshold[b] are left out.
+    stats: B x 4 x STRETCHES: maxima and sums of `logits` and, only with FILTERED, of `plain`. With
+    FILTERED, logits below threshold[b] are left out.
     """
     b, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = s * C + tl.arange(0, C)
@@ -119,9 +119,10 @@ def head_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute stretch_kernel's results from hidden states, without writing logits.
+    """Compute each stretch's maximum and sum of exponentials from hidden states.
 
-    Logits are x M x D times weight V x D transposed, in stretches of C.
+    Logits are x (M x D) times the transpose of weight (V x D), and are not written to memory. A
+    stretch has C logits.
     """
     m, v = tl.program_id(0) * BM + tl.arange(0, BM), tl.program_id(1) * BV + tl.arange(0, BV)
     k = tl.arange(0, BK)

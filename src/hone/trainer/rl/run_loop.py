@@ -27,7 +27,7 @@ class BatchSource(Protocol):
         """Return the batch of a step, or None if the run was asked to stop."""
 
     def on_launched(self) -> None:
-        """Use the time while a GPU computes the batch; called on the compute thread."""
+        """Do host work while a GPU computes the batch; called on the compute thread."""
 
     def read_metrics(self, step: int) -> dict[str, float]:
         """Return the metrics of a step's rollouts, once it has been trained on."""
@@ -39,14 +39,14 @@ class BatchSource(Protocol):
         """Confirm that the step is done and saved."""
 
     async def stop(self) -> None:
-        """Cancel what is in flight: no further batch is taken."""
+        """Cancel the groups in flight, since no further batch will be taken."""
 
     async def close(self) -> None:
         """Release everything."""
 
 
 class PolicySink(Protocol):
-    """Receiver of new policy versions, for whatever samples from them."""
+    """Receiver of new policy versions, which passes them on to the samplers."""
 
     def update(self, version: int) -> None:
         """Update samplers that share the trainer's weights; called on the compute thread."""
@@ -72,14 +72,14 @@ async def run_rl_steps(
     compute: Callable[[Callable[[], Any]], Awaitable[Any]] = call_here,
     evaluate: Callable[[int], Awaitable[dict[str, float]]] = evaluate_never,
 ) -> int:
-    """Take the steps of a run and return the last one.
+    """Run the remaining steps of a run; return the number of the last one.
 
     Args:
         compute: runs a function on the thread that owns the device.
         evaluate: returns the metrics of an evaluation of a version, empty if none is due.
 
     Raises:
-        Preempted: the run was asked to stop; it has a checkpoint.
+        Preempted: the run was asked to stop; its checkpoint is written if `ckpt` is configured.
     """
     max_steps = session.config.max_steps
     values = session.metrics

@@ -157,9 +157,9 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
 
 
 def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
-    """Write a checkpoint's orchestrator progress to `rollouts`, unless that exists.
+    """Write the orchestrator's progress from a checkpoint to `rollouts`, unless that exists.
 
-    It is read from there.
+    Trainer and orchestrator read it from there.
     """
     if progress is not None and not rollouts.exists():
         with appearing_directory(rollouts) as directory:

@@ -141,11 +141,12 @@ class PolicyTrainer:
     def begin_step(
         self, batch: Batch, meanwhile: Callable[[], object] = lambda: None
     ) -> Callable[[], dict[str, float]]:
-        """Launch one optimizer step; return a function that waits for its metrics. Call it once.
+        """Launch one optimizer step; return a function that waits for the step's metrics.
 
-        The loss is normalized by the loss tokens of the whole batch, however it is split. A batch
-        without samples (no group had a signal) leaves the weights unchanged. `meanwhile` is called
-        when all forward and backward passes have been launched.
+        Call the returned function exactly once. The loss is normalized by the loss tokens of the
+        whole batch, so it does not depend on the split into micro-batches. A batch without samples
+        (no group had a signal) leaves the weights unchanged. `meanwhile` is called when all forward
+        and backward passes have been launched.
         """
         start = time.perf_counter()
         samples = batch.samples
@@ -264,9 +265,9 @@ class PolicyTrainer:
     def _split_parts(
         self, samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]
     ) -> list[tuple[Loss, list[int]]]:
-        """Return this rank's micro-batches: a loss and indices of samples each.
+        """Return this rank's micro-batches, each as a loss and the indices of its samples.
 
-        Ranks that share a model get the same number for each loss.
+        Ranks that share a model get equally many micro-batches for each loss.
         """
         parts: list[tuple[Loss, list[int]]] = []
         for kind, members in by_loss:
@@ -349,9 +350,9 @@ class PolicyTrainer:
         )
 
     def _differing_routing(self) -> torch.Tensor:
-        """Count the replayed experts that the routers would not choose, and all of them.
+        """Return how many replayed experts the routers would not choose, and how many there are.
 
-        Returns both counts, and ends the replay.
+        Returns both counts in one tensor. Ends the replay.
         """
         self.model.routing_TR = None
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -390,7 +391,10 @@ def _loss_of_slice(
     computed: tuple[torch.Tensor, torch.Tensor],
     values: Values,
 ) -> torch.Tensor:
-    """Return the loss of some targets from their logprobs and entropies; collect their values."""
+    """Return the loss of a slice of the targets; append per-token metrics to `values`.
+
+    `computed`: logprobs, entropies.
+    """
     logprobs, entropy = computed
     sampled_N = inputs.sampled_N[part]
     reference_N = inputs.reference_N
@@ -420,8 +424,8 @@ def _loss_of_slice(
 def _weigh_samples(samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]) -> list[float]:
     """Return the weight of each sample's tokens.
 
-    A loss has the weight of its share of the samples; `token_weights` divides it among their
-    tokens.
+    With several losses, each has the weight of its share of the samples with targets;
+    `token_weights` divides this weight among their tokens.
     """
     lengths = [sample.target_count for sample in samples]
     weights = [0.0] * len(samples)

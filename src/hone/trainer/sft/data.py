@@ -49,13 +49,13 @@ class FakeConversations:
 
 @dataclass(frozen=True)
 class Rendered:
-    """The usable samples of a row, or the reason why it has none.
+    """The usable samples of one row of the data, or the reason why it has none.
 
     Attributes:
-        reason: "" if there are samples.
+        reason: why there are no samples; "" if there are some.
         detail: message of the error, if any.
-        tokens: of all samples, including those that are too long or have no target.
-        longest: tokens of the longest of these.
+        tokens: number of tokens of all samples, including those that are too long or have no target.
+        longest: number of tokens of the longest of all these samples.
     """
 
     samples: list[Conversation]
@@ -122,10 +122,10 @@ class Conversations:
 
     Args:
         data_sets: rows of each data set.
-        seq_len: most tokens of a sample.
-        roles: whose messages are trained on.
-        last_only: train only on the last turn of conversations whose earlier turns the template
-            rewrites.
+        seq_len: maximum number of tokens of a sample.
+        roles: roles whose messages have a loss.
+        last_only: if the template rewrites earlier turns, leave those without loss instead of
+            adding samples that show them unchanged.
     """
 
     def __init__(
@@ -198,8 +198,8 @@ class StreamedConversations:
     def iterate_conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
         """Yield samples endlessly, in an order that follows from the seed.
 
-        Raises ValueError if a thousand consecutive rows are unusable, and if more than
-        `data.max_left_out` of all are left out.
+        Raises ValueError if a thousand consecutive rows are unusable, or if the share of rows left
+        out so far exceeds `data.max_left_out`.
         """
         draw = random.Random(seed)
         useless = 0

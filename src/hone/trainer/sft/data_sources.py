@@ -1,10 +1,10 @@
-"""Read SFT data: hub ids, files and folders to rows, rows to messages.
+"""Read SFT data from files, folders and the hub as rows, and convert rows to messages.
 
-.jsonl .json .csv (.gz)      rows as they are written
-.parquet .arrow, folders that datasets saved, hub ids       Arrow tables, whose columns have a type
+    .jsonl .json .csv (.gz)      rows as they are written
+    .parquet .arrow, folders that datasets saved, hub ids       Arrow tables, whose columns have a type
 
-A column of an Arrow table has every key of every row; the nulls that this adds are removed
-(`drop_nulls`).
+In an Arrow table, objects of one column all have the same keys; where a row did not have a key, its
+value is null. These added nulls are removed (`drop_nulls`).
 """
 
 import csv

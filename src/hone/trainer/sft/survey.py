@@ -15,9 +15,9 @@ Tell = Callable[..., None]
 
 
 def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
-    """Render the rows and report how many there are and what is left out.
+    """Render the rows of the data; log how many there are and what is left out.
 
-    Raises ValueError if more than `data.max_left_out` of them are.
+    Raises ValueError if the share left out exceeds `data.max_left_out`, unless it is all rows.
     """
     left = LeftOut()
     samples = 0

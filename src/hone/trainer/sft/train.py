@@ -145,9 +145,9 @@ def evaluate_if_due(
     events: EventList,
     step: int,
 ) -> dict[str, float]:
-    """Evaluate on the first rank if an evaluation is due; others wait. Return its metrics.
+    """Evaluate on the first rank if an evaluation is due; return the metrics. Other ranks wait.
 
-    The model itself is evaluated, unless it is sharded.
+    The trained model itself is evaluated or, if it is sharded, a gathered copy.
     """
     config = trainer.config.eval
     if config is None or not config.is_due(step, session.max_steps or step):
@@ -228,9 +228,9 @@ class Trainer:
         return val
 
     def load_data(self, rows: DataSets) -> Data:
-        """Return the data of this run, and fix the row length.
+        """Return the run's training data; choose the row length if it is not configured.
 
-        Raises ValueError if more than `data.max_left_out` would be left out.
+        Raises ValueError if more rows are left out than `data.max_left_out` allows.
         """
         config = self.config.data
         tokenizer = self.loaded.tokenizer
@@ -271,15 +271,15 @@ class Trainer:
 
     @property
     def max_positions(self) -> int:
-        """Return the most tokens of a conversation that the model's positions allow.
+        """Return the maximum number of tokens in a conversation that the model's positions allow.
 
-        This is one more than there are positions, since the last token is only a target.
+        This is the number of positions plus one, since the last token is only a target.
         """
         return self.model.spec.max_position_embeddings + 1
 
     @property
     def max_conversation_tokens(self) -> int:
-        """Return the most tokens of a conversation that row length and positions allow."""
+        """Return the maximum number of tokens in a conversation, given row length and positions."""
         return min(self.row_tokens, self.max_positions)
 
     def train_step(
