@@ -1,7 +1,8 @@
 """Start and end child processes, and describe how they ended.
 
-A child of a Hone command ends with it: it leads a process group that `end_processes` kills, and
-it watches HONE_PARENT_PID (`end_with_parent`) in case the parent is killed.
+A child of a Hone command ends with the command: the child leads a process group, which
+`end_processes` kills. If the command is killed, the child notices that the process HONE_PARENT_PID
+is gone (`end_with_parent`).
 """
 
 import contextlib
@@ -72,9 +73,9 @@ def wait_or_kill(process: Process, seconds: float) -> int:
 
 
 def end_with_parent() -> None:
-    """End this process, and what it has started, when its launcher HONE_PARENT_PID is gone.
+    """End this process and its children when the process HONE_PARENT_PID is gone.
 
-    The launcher may be an indirect ancestor.
+    A thread watches that launcher, which may be an indirect ancestor.
     """
     parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
     if not parent:
@@ -103,7 +104,10 @@ def describe_exit(code: int) -> str:
 
 
 def process_exists(pid: int, counts_others: bool = True) -> bool:
-    """Return True if a process with this id exists. `counts_others`: also one of another user."""
+    """Return True if a process with this id exists.
+
+    If `counts_others` is False, processes of other users do not count.
+    """
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

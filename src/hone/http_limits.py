@@ -1,7 +1,7 @@
-"""Bound the cost of a connection before authentication: headers, header time, open connections.
+"""Limit what a connection can cost before authentication: header size, header time, connections.
 
-uvicorn and httptools have no such limits: they keep headers of any length in memory, and join them
-again with every part that arrives.
+uvicorn and httptools have no such limits: they keep headers of any length in memory, and copy all
+of the header received so far whenever more of it arrives.
 """
 
 import asyncio
@@ -52,9 +52,10 @@ def most_connections() -> int:
 
 
 class Waiting:
-    """A server's open connections, and those of them whose next request is incomplete.
+    """A server's open connections, and those whose next request has incomplete headers.
 
-    `waiting` has the longest waiting first. `most` is the largest number of open connections.
+    `waiting` is ordered by waiting time, longest first. `most` is the largest number of open
+    connections.
     """
 
     def __init__(self, most: int) -> None:

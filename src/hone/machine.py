@@ -91,7 +91,8 @@ def ensure_home() -> None:
 def written_by_others(directory: Path) -> str:
     """Return why other users can write to a directory with code, or "" if they cannot.
 
-    If only the group of this user's own directory can write to it, the permission is removed.
+    If the directory belongs to this user and only its group can write to it, the group's permission
+    is removed.
     """
     try:
         found = directory.stat()
@@ -172,9 +173,9 @@ def _cpu_quota(root: Path) -> float | None:
 def _can_switch(threads: int) -> bool:
     """Return True if `Neighbours` can change how long waiting threads spin.
 
-    The kernel has to report how long threads waited, and OpenMP threads, with those of a spare
-    thread, have to outnumber the usable processors. libgomp counts all of these processors, even if
-    a control group grants less time.
+    This requires that the kernel reports how long threads waited for a core, and that the OpenMP
+    threads, including those that the spare thread adds, outnumber the processors of the affinity
+    mask. libgomp counts these processors, even if a control group grants less time.
     """
     tells = Path("/proc/self/schedstat").exists() and hasattr(os, "sched_getaffinity")
     return tells and 2 * threads - 1 > len(os.sched_getaffinity(0))
@@ -258,13 +259,16 @@ def _spare_cores(end: threading.Event) -> None:
 
 
 def started_in(seconds: float) -> None:
-    """Set how slow this machine is from the seconds that imports took."""
+    """Set how much slower than usual this machine is, from the seconds that imports took."""
     global _slowness
     _slowness = min(max(1.0, seconds / USUAL_START), MAX_SLOWNESS)
 
 
 def silence_seconds() -> float:
-    """Return the silence after which another process counts as dead, longer on a slow machine."""
+    """Return after how many seconds without a heartbeat a process counts as silent.
+
+    Longer on a slow machine.
+    """
     return SILENCE_SECONDS * _slowness
 
 

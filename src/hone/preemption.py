@@ -56,10 +56,10 @@ def ignore_from_now_on() -> None:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Context manager: block SIGUSR1, so that processes started inside do not die of it.
+    """Context manager: block SIGUSR1 while child processes are started.
 
-    They inherit the block, and receive the signal once they listen (`listen_for_signals`), even if
-    it came earlier.
+    The children inherit the block, so SIGUSR1 cannot kill them during start-up. A signal that
+    arrives before they call `listen_for_signals` is delivered then.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     try:

@@ -1,7 +1,7 @@
-"""Report facts to the process that started this one, as JSON in a file that it names.
+"""Report facts to the parent process, as JSON in a file.
 
-Keys: `url` of a server that is ready; `error`, the message of a failure; `preempted`, the message of
-a run that stopped on request, and `can_resume`.
+The parent names the file in HONE_REPORT_FILE. Keys: `url` of a server that is ready; `error`, the
+message of a failure; `preempted`, the message of a run that stopped on request, and `can_resume`.
 """
 
 import contextlib

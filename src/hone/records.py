@@ -23,7 +23,7 @@ Tool = dict[str, Any]
 
 
 class Refused(RuntimeError):
-    """A server refused a request, and would again; `status` is the HTTP status, a 4xx."""
+    """A server refused a request and would refuse it again; `status` is the HTTP status, a 4xx."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)

@@ -240,12 +240,12 @@ def _numbers_in(parent: Path, prefix: str) -> list[int]:
 
 
 class Steps:
-    """The step_N directories of a directory that is polled; it is listed only after changes.
+    """Poll the step_N directories in a directory, which is listed only after changes.
 
-    To list 5,000 directories takes 9 ms, to check the modification time 0.01 ms. The check opens
+    Listing 5,000 directories takes 9 ms, checking the modification time 0.01 ms. The check opens
     the directory, which refreshes network file systems. Modification times may be coarse or
-    missing, so the directory is also listed until SETTLED seconds after a change, and every AGAIN
-    seconds.
+    missing, so the directory is also listed for SETTLED seconds after a change is seen, and at
+    least every AGAIN seconds.
     """
 
     SETTLED = 0.05

@@ -1,7 +1,7 @@
-"""Tell clients on this machine that a server is starting, by a lock on a file.
+"""Let clients on this machine detect that a server is starting, by a lock on a file.
 
-The file is named after the server's port, and the lock is held until the server listens. The lock
-ends with its process, however that ends, so a file that was left behind means nothing.
+The file is named after the server's port. The server holds the lock until it listens; the lock ends
+with the server's process, however that ends. A file without a lock therefore means nothing.
 """
 
 import contextlib

@@ -105,9 +105,10 @@ def open_in_browser(url: str) -> None:
 
 
 def bind_near(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the port, or to a free one after it if it is the default.
+    """Return a socket bound to `port`; from the default port on, to the first free one.
 
-    From the default port on, PORTS_TO_TRY ports are tried. Raises ValueError if none is free.
+    With the default port PORTS_TO_TRY ports are tried, otherwise only `port`. Raises ValueError if
+    none is free.
     """
     from hone.inference.socket_binding import bind_socket
 
@@ -196,7 +197,7 @@ def run_plot(argv: list[str]) -> int:
 
 
 def runs_in(path: Path) -> list[Run]:
-    """Return the runs of a directory itself, without subdirectories and evaluations.
+    """Return the RL and SFT runs in the directory `path`, but not those in its subdirectories.
 
     Raises ValueError if there are none.
     """

@@ -1,11 +1,11 @@
-"""Access rules of the dashboard, checked before any route.
+"""Check the access rules of the dashboard before any route.
 
-    Host       on loopback only names of loopback, so that a page cannot use a domain of its own (DNS rebinding)
-    Origin     none, or the dashboard's own, so that another site's page starts nothing
-    token      required for whatever changes something; off loopback for reading too
+    Host       on loopback a name of loopback, so that no page can use a domain of its own (DNS rebinding)
+    Origin     absent or the dashboard's own, so that requests of other sites' pages are refused
+    token      required for changes; for reading too, unless the dashboard listens on loopback
 
-The token comes in the header `Authorization: Bearer …`, which no form or link of another site can
-send.
+The token is sent in the header `Authorization: Bearer …`, which no form or link of another site can
+set.
 """
 
 import hmac

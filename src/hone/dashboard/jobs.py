@@ -116,7 +116,7 @@ class Jobs:
         }
 
     def _find_recipes(self) -> list[tuple[str, Path]]:
-        """Return (name, file) of the TOML files in RECIPE_FOLDERS and of Hone's own."""
+        """Return (name, file) of the TOML files in RECIPE_FOLDERS and of Hone's own templates."""
         own = [
             file
             for place in RECIPE_FOLDERS
@@ -323,9 +323,10 @@ class Jobs:
         return hmac.new(self._key, text, "sha256").hexdigest()
 
     def _as_it_stands(self, job: Job) -> Job:
-        """Return the job, with state stopped if its process or its run's heartbeat is gone.
+        """Return the job, with state "stopped" if it is no longer running.
 
-        Jobs whose process this dashboard started are returned as they are.
+        This is so if its process or its run's heartbeat is gone. Jobs that this dashboard started
+        itself are returned unchanged.
         """
         if job.state == "running" and job.name not in self._processes:
             run = (
@@ -395,7 +396,7 @@ class Jobs:
         return [*words, *output, *(["--resume", "auto"] if job.resume else [])]
 
     def _typed_directory(self, job: Job) -> str:
-        """Return the job's directory relative to the one in which its command runs."""
+        """Return the job's output directory, relative to the working directory of its command."""
         return os.path.relpath(self.root / job.output_dir, self.home)
 
     def _submit_job(self, job: Job) -> None:

@@ -135,7 +135,7 @@ def config_of(root: Path, run: Run) -> dict[str, Any]:
 
 
 def orchestrator_keys(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the orchestrator's keys: a section of `rl`'s file, or all of its own file."""
+    """Return the orchestrator's configuration: its section in `config`, or else all of `config`."""
     section = config.get("orchestrator")
     return section if isinstance(section, dict) else config
 

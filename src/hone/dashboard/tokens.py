@@ -74,10 +74,10 @@ class TokenTable:
     def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
         """Return a rollout's turns as the sequences that were trained on, for display.
 
-        Each sequence has one value per token under `ids`, `text`, `sampled` (the sampler's
-        logprobs), `version`, `trained` (the trainer's logprobs) and `masked`, with None where there
-        is no value, and the number of tokens not shown under `cut`. The turns are joined as in
-        `orchestrator.group.samples_of`.
+        The turns are joined as in `orchestrator.group.samples_of`. A sequence is a dict with one
+        value per token in each of the lists `ids`, `text`, `sampled` (the sampler's logprobs),
+        `version`, `trained` (the trainer's logprobs) and `masked`; a missing value is None. `cut`
+        is the number of tokens that are not shown.
 
         Args:
             turns: turns of the rollout, as in its file.

@@ -108,9 +108,9 @@ class Runs:
         return found
 
     def fork_origin(self, fork: Any) -> dict[str, Any] | None:
-        """Return the run, step and changed keys that a manifest's `fork` names, or None.
+        """Return run, step and changed keys from the `fork` entry of a run's manifest, or None.
 
-        The run is given by its path relative to the root if it is below it.
+        A run below the root is named by its path relative to the root.
         """
         if not isinstance(fork, dict):
             return None
@@ -143,7 +143,7 @@ class Runs:
         }
 
     def update_run(self, name: str) -> bool:
-        """Start indexing a run's new data in a thread; return True if that still continues.
+        """Index a run's new data in a thread; return True if the thread is still running.
 
         Waits at most INDEX_WAIT_SECONDS for the thread.
         """

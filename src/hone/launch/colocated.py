@@ -3,11 +3,12 @@
     for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
                      event loop + compute thread   compute thread         the engine reads the same storage
 
-A weight update only copies merged adapters. Training is on-policy: step N is sampled by version
-N-1. Rollouts are written to disk on the compute thread, after it has launched the training step on
-the GPU; another thread would delay the launches. If nothing else is due between two steps, the next
-step's requests are submitted at the same time, so that the engine starts when the training step
-ends. The trainer's metrics are read after that.
+A weight update copies nothing except merged adapters. Training is on-policy: step N trains on
+rollouts sampled by version N-1. The compute thread writes rollouts to disk after it has launched
+the forward and backward passes on the GPU; writing them on another thread would delay the launches.
+If no evaluation, weights or checkpoint are due after the step, the requests of the next step are
+then submitted too, before the trainer's metrics are read, so that the engine can start as soon as
+the training step ends.
 """
 
 import asyncio
@@ -169,7 +170,7 @@ class InProcessSource:
             self.service.on_loop(partial(self.orchestrator.on_adopted, step))
 
     def can_overlap(self, step: int) -> bool:
-        """Return True if nothing is due between this step and the next one's requests."""
+        """Return True if the next step's requests may be submitted while this step is trained."""
         config = self.config
         session = self.session
         evaluation = config.orchestrator.eval

@@ -14,10 +14,10 @@ from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, esti
 
 
 def memory_lines(config: Config) -> list[str]:
-    """Return a line of estimated memory for training and one for sampling, where they apply.
+    """Return a line of estimated memory for training and lines for sampling, where they apply.
 
-    If the model's config.json is not on this machine, the only line says so. Raises ValueError if
-    it cannot be read.
+    If the model's config.json is not on this machine, or vLLM computes the model, return one line
+    with that reason. Raises ValueError if config.json cannot be read.
     """
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig):

@@ -93,7 +93,10 @@ def _copy_run(config: RLConfig, run: RunDirectory, source: Path, step: int) -> N
 def _copy_checkpoint(
     checkpoint: Path, place: Path, header: dict[str, Any], step: int, counts_anew: bool
 ) -> None:
-    """Link a checkpoint's files. `counts_anew`: the orchestrator starts from the data's beginning."""
+    """Link a checkpoint's files into `place`.
+
+    If `counts_anew`, the orchestrator starts at the beginning of the data.
+    """
     shutil.copytree(checkpoint, place, copy_function=_link_file, dirs_exist_ok=True)
     if counts_anew or read_progress(checkpoint / "orchestrator") is None:
         (place / "orchestrator" / "progress.json").unlink(missing_ok=True)

@@ -100,7 +100,10 @@ def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) ->
 
 
 def check_project(file: Path) -> None:
-    """Raise ValueError, before anything is written, for a project that cannot depend on Hone."""
+    """Raise ValueError if the project in a pyproject.toml cannot depend on Hone.
+
+    Called before anything is written.
+    """
     if not file.exists():
         return
     try:

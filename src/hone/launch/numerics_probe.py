@@ -1,8 +1,8 @@
-"""`hone probe`: compare the logprobs of tokens when sampled and when trained on.
+"""`hone probe`: compare the logprobs of the same tokens in sampling and in training.
 
 random prompts ─ engine: batches of all sizes, groups, continued prompts ─► tokens, logprobs ─┐
                           the same tokens, packed, through the training model ─► logprobs ──┴─► how many differ
-some of them token by token through both sides ─► after each block ────────────────────────► the first that differs
+if any differ: some rollouts again, one by one ─► hidden states after each block ─► the first layer that differs
 """
 
 import asyncio
@@ -233,7 +233,8 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
     """Return the first layer where hidden states of decoded tokens differ, "" if none does.
 
-    Each rollout is decoded alone. The part of the layer is named if the sampler exposes it.
+    Each rollout is decoded alone. The part of the layer is added if the sampler returns attention
+    and feed-forward results separately.
     """
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
@@ -278,11 +279,11 @@ def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> st
 
 
 def _compared_tensors(output: tuple[Tensor, Pending], is_added: bool) -> dict[str, Tensor]:
-    """Return the tensors of a block's output to compare, by the part of the layer.
+    """Return the tensors of a block's output to compare, by part of the layer.
 
-    These are the residual stream and the pending update, or their sum if the sampler has added them
-    (`is_added`). With fast numerics sampler and trainer round differently, so the first layer
-    usually differs.
+    These are the residual stream (part "attention") and the update that is not yet added to it
+    (part "feed-forward"); or only their sum, if the sampler has added them (`is_added`). With fast
+    numerics the sampler and the trainer round differently, so the first layer usually differs.
     """
     stream, pending = output
     if not isinstance(pending, Tensor):

@@ -211,7 +211,10 @@ def _reachable_host(inference: ServeConfig) -> str:
 def _server_configs(
     config: RLConfig, inference: ServeConfig, has_key: bool
 ) -> dict[str, InferenceConfig]:
-    """Return the servers' configurations by name. Raises ValueError for one that needs a key."""
+    """Return the servers' configurations by name.
+
+    Raises ValueError if their address requires a key and none is set.
+    """
     server = inference.server
     if (config.inference_nodes or server.host not in (*EVERYWHERE, *LOOPBACK)) and not has_key:
         raise ValueError(
@@ -250,7 +253,7 @@ def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
 
 
 def beside_trainer(config: RLConfig) -> dict[str, Any]:
-    """Return a bound on the KV cache of a server that shares a GPU with the trainer, else {}."""
+    """Return a KV cache limit if server and trainer share a GPU and none is configured, else {}."""
     parts = (config.inference_gpu_ids, config.trainer_gpu_ids)
     server, trainer = (
         set(visible_gpus(ids, config).get("CUDA_VISIBLE_DEVICES", "").split(",")) for ids in parts
@@ -266,10 +269,11 @@ def free_port() -> int:
 
 
 def thread_environment(config: RLConfig) -> dict[str, str]:
-    """Return the variables that set the number of threads of each component.
+    """Return the environment variables that set the number of threads of each component.
 
-    The trainer's ranks and the inference servers divide the cores. HONE_CORES has the number of all
-    cores, for work that the other processes wait for.
+    OMP_NUM_THREADS divides the cores among the trainer's ranks and the inference servers.
+    HONE_CORES is the number of all cores, for compiling the CPU kernels while the other processes
+    wait.
     """
     servers = config.inference_replicas if config.inference is not None else 0
     count = len(config.trainer_gpu_ids) + servers
@@ -300,7 +304,8 @@ def environments_of_ranks(
 def visible_gpus(ids: list[int] | None, config: RLConfig, node: str = "") -> dict[str, str]:
     """Return the environment variables that restrict a component to its GPUs.
 
-    `ids` are indices among the visible GPUs. A component on another node resolves them itself.
+    `ids` are indices among the visible GPUs of the component's node. A process on another node
+    resolves them when it starts.
     """
     if ids is None or config.model.device == "cpu":
         return {}

@@ -102,9 +102,9 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
-    """Raise ValueError if a resumed run's configuration differs from its configs/rl.toml.
+    """Raise ValueError if keys that must not change on resume differ from configs/rl.toml.
 
-    The trainer's checkpoints know only the trainer's configuration.
+    The trainer's checkpoints record only the trainer's configuration.
     """
     try:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
@@ -189,7 +189,10 @@ class Child:
         return self.is_server and code is not None and (code < 0 or code == BACKEND_LOST)
 
     def has_failed(self) -> bool:
-        """Return True if it has ended though it should not; a preempted trainer has not failed."""
+        """Return True if the process ended with an error or is a server that ended.
+
+        Preemption of a trainer is no error.
+        """
         code = self.exit_code()
         if code is None or (self.is_trainer and code == preemption.EXIT_PREEMPTED):
             return False

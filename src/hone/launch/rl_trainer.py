@@ -48,8 +48,8 @@ class RLTrainer:
         env_args: arguments of the environment.
         inference: flags of the sampler, as in `[inference.args]`.
         callbacks: functions called after each step as `callback(step, row)`, where `row` is the
-            step's row of metrics.jsonl. If one returns False, training stops: in one process
-            once the step is saved as the run's last, with several processes at once, keeping
+            step's row of metrics.jsonl. If one returns False, training stops. A run in one process
+            first saves this step as its last; a run in several processes stops at once and keeps
             the checkpoints written so far.
 
     Raises ValueError for invalid combinations.
@@ -213,7 +213,7 @@ class Console(Events):
         _print_line(f"Saved {directory}")
 
     def _show_sample(self, step: int) -> None:
-        """Print one rollout of a step, drawn by the step's number."""
+        """Print one rollout of a step, drawn with the step as random seed."""
         try:
             rows = read_rows(self.files.rollouts / f"step_{step}" / FILE)
         except OSError:

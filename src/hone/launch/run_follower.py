@@ -1,4 +1,4 @@
-"""Report the events of a run in other processes, which are read from its files."""
+"""Report the events of a run that other processes execute, by reading the run's files."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from hone.transport.deadlines import PulseOf
 
 
 class Follower:
-    """Report what appears in a run's files as events, from the step after `done` on.
+    """Report new content of a run's files as events, from the step after `done` on.
 
     Nothing is reported before the run's trainer has claimed the directory and is alive, so that
     files of an earlier run are ignored.
@@ -29,9 +29,10 @@ class Follower:
         self.read = 0  # bytes of the metrics
 
     def follow_once(self, has_ended: bool = False) -> bool:
-        """Report what is new. Return False if a listener stops the run.
+        """Report new events. Return False if a listener stops the run.
 
-        With `has_ended` the run's processes have succeeded, so a new id in the directory is theirs.
+        If `has_ended`, the run's processes have succeeded, and a new run id is theirs even without
+        a heartbeat.
         """
         if not self.is_there:
             self.is_there = self.run.id_on_disk() != self.before and (

@@ -252,7 +252,7 @@ def nodes_of(args: argparse.Namespace) -> list[int]:
 
 
 def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
-    """Return the configuration as the job will have it, with placeholders for node names."""
+    """Return the configuration with placeholders instead of the job's node names."""
     if len(nodes) == 1:
         return config
     train, infer = (
@@ -285,7 +285,7 @@ def gpus_of(args: argparse.Namespace) -> int:
 
 
 def resolve_config(args: argparse.Namespace, overrides: list[str], directory: Path) -> Any:
-    """Build the job's configuration from file, overrides and the job's GPUs; it always resumes."""
+    """Build the job's configuration from file, overrides and GPUs; set `resume` to "auto"."""
     words = ["@", args.config, *overrides, "--output-dir", str(directory)]
     if args.command == "sft":
         config: Any = load_config(SFTConfig, words)

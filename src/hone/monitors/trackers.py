@@ -1,7 +1,7 @@
 """Trackers of metrics and samples: Weights & Biases, TensorBoard.
 
-A tracker takes rows of metrics and, for some steps, rollouts as a table and as distributions. A
-tracker that fails is reported once, and the run continues without it.
+A tracker receives rows of metrics and, at some steps, rollouts, which it logs as a table and as
+histograms. If a tracker fails, the failure is logged once and the run continues without it.
 """
 
 import importlib.util
@@ -116,7 +116,7 @@ def spread_by_reward(rows: Rows, count: int) -> Rows:
 
 
 class Wandb(Tracker):
-    """Weights & Biases, with each metric over its own step, since evaluation rows may be late."""
+    """Weights & Biases; metrics are plotted over their row's `step`: evaluations may be late."""
 
     def __init__(
         self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool

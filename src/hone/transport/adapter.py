@@ -1,7 +1,9 @@
-"""Send a LoRA adapter as peft files, and once its base weights; a server merges them.
+"""Send a LoRA adapter as peft files per version; its base weights are sent once.
 
-broadcasts/base/model.safetensors, broadcasts/step_N/{adapter_config.json,
-adapter_model.safetensors}
+    broadcasts/base/model.safetensors
+    broadcasts/step_N/{adapter_config.json, adapter_model.safetensors}
+
+A server merges each adapter into the base weights.
 """
 
 from collections.abc import Callable

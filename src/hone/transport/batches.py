@@ -130,7 +130,7 @@ def read_batch(file: Path, run: str) -> Batch | None:
 def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
     """Return the experts used by the samples' tokens, int16; -1 where unknown.
 
-    A sample has a row for each token but its last, and `spare` more.
+    A sample has a row for each token but its last, then `spare` rows of -1.
     """
     width = next(s.routing.shape[1] for s in samples if s.routing is not None)
     lengths = [len(s.ids) - 1 + spare for s in samples]

@@ -19,7 +19,7 @@ DEATH_SECONDS = 120.0
 
 
 class Beside:
-    """Context manager that runs `_run_thread` in a background thread.
+    """Base class of background threads that run while entered as a context manager.
 
     `_run_thread` must return once `_stop` is set, which happens on exit.
     """
@@ -78,7 +78,7 @@ class PulseOf:
         self._looked = self._since = time.monotonic()
 
     def is_beating(self) -> bool:
-        """Return True if it changed recently; False before a change was seen."""
+        """Return True if the file changed within `silence_seconds`; False before a first change."""
         now = time.monotonic()
         if now - self._looked > BEAT_SECONDS / 2:
             self._looked, value = now, self._read_pulse()
@@ -88,9 +88,9 @@ class PulseOf:
         return self._changed is not None and now - self._changed < machine.silence_seconds()
 
     def is_silent(self) -> bool:
-        """Return True if it has not changed for `machine.silence_seconds`.
+        """Return True if the heartbeat file has not changed for `machine.silence_seconds`.
 
-        The process counts as dead, but may come back.
+        The process may still come back.
         """
         return (
             not self.is_beating()
@@ -98,7 +98,7 @@ class PulseOf:
         )
 
     def is_dead(self) -> bool:
-        """Return True if it has been silent for DEATH_SECONDS: it will not come back."""
+        """Return True if silent for DEATH_SECONDS: the process will not come back."""
         return (
             self.is_silent() and time.monotonic() - (self._changed or self._since) > DEATH_SECONDS
         )

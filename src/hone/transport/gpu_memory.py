@@ -30,9 +30,9 @@ Layout = list[tuple[str, str, list[int], int]]  # name, dtype, shape and first b
 
 
 def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Layout, int]:
-    """Return the layout of tensors in one block, in order of names, and its size in bytes.
+    """Return the layout of tensors in one block, sorted by name, and its size in bytes.
 
-    `dtype`: of all tensors; None keeps the dtype of each.
+    `dtype` replaces the dtype of every tensor; None keeps them.
     """
     layout: Layout = []
     size = 0
@@ -46,7 +46,7 @@ def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> t
 class Owned:
     """A block of memory for tensors with the shapes and dtypes of `like`.
 
-    `tensors` are those in the block, by name.
+    `tensors` has a view of the block for each tensor, by name.
     """
 
     def __init__(self, like: Mapping[str, Tensor], device: torch.device | str) -> None:
@@ -105,8 +105,9 @@ class Stamp:
     def change_version(self, version: int, seconds: float) -> Iterator[bool]:
         """Context manager in which the contents may be changed to those of `version`.
 
-        Waits up to `seconds` for readers, or not at all if that was in vain the last time. Yields
-        True if nobody reads. If the block fails, the contents have no version.
+        Waits up to `seconds` until nobody reads, or not at all if the previous wait failed. Yields
+        True if nobody reads; the contents may be changed in either case. If the block raises, the
+        contents have no version.
         """
         self._was_alone = _acquire_lock(
             self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0
@@ -122,7 +123,8 @@ class Stamp:
 class StampReader:
     """Reader of a Stamp.
 
-    Raises OSError if the owner's file is gone, or of another user or PID namespace.
+    Raises OSError if the owner's file is gone, or its owner runs as another user or in another PID
+    namespace.
     """
 
     def __init__(self, words: dict[str, Any]) -> None:
@@ -137,8 +139,8 @@ class StampReader:
     def hold_version(self, seconds: float) -> Iterator[int]:
         """Context manager that yields the version and keeps the contents from changing.
 
-        Waits up to `seconds` for the end of a change. Raises RuntimeError if it does not end; and
-        on exit, if the owner stopped waiting and changed the contents.
+        Waits up to `seconds` for a change in progress. Raises RuntimeError if the change does not
+        end in time, or, on exit, if the owner changed the contents without waiting for this reader.
         """
         if not _acquire_lock(self._file, fcntl.LOCK_SH, seconds):
             raise RuntimeError(f"they have been changing for {seconds:.0f} s")

@@ -1,18 +1,19 @@
-"""Send weights from the trainer's memory to the servers' without files.
+"""Send weights from the trainer's memory to the servers' memory, without files.
 
-    between machines and CPUs, over NCCL or Gloo, one pair of processes per server:
-        server ── "version V, please" ─► store of the trainer
+    between machines and CPUs, over NCCL or Gloo, one process group per server:
+        server ── request of version V ─► TCPStore of the trainer
         trainer, Sender's thread ── snapshot of V, in few large transfers ─► server
 
     on GPUs of one machine:
-        server ── "show me" ─► store of the trainer, once; from then on it copies out of the snapshot itself
+        server ── request of the memory handle, once ─► TCPStore of the trainer; then it copies from the snapshot itself
 
-Whoever reaches the port of the store can talk to it. So both sides know a secret of the run, which
-a server receives with the delivery: it determines the names of the store's keys, and every message
-is signed (`Secret`). Unsigned messages are ignored.
+Any process that reaches the port can read and write the store. Therefore trainer and servers share
+a secret of the run, which a server receives with the delivery. Names of the store's keys are
+derived from this secret, and every message is signed with it (`Secret`). Messages without a valid
+signature are ignored.
 
-A server connects at any time: one that was restarted gets the current weights while training
-continues. The snapshot is replaced when nobody receives or reads it (`Stamp`).
+A server can connect at any time: a restarted server gets the current weights while training
+continues. The trainer replaces the snapshot when no server receives or reads it (`Stamp`).
 """
 
 import hmac
@@ -94,9 +95,9 @@ class Secret:
 
 
 class NetworkSender(Sender):
-    """Sender that serves the servers' requests while it is entered as a context manager.
+    """Sender that answers the servers' requests while it is entered as a context manager.
 
-    They get a snapshot, which `send_version` replaces.
+    The servers receive a snapshot of the weights, which `send_version` replaces.
     """
 
     def __init__(self, host: str, log: logging.Logger) -> None:
@@ -256,9 +257,9 @@ class NetworkSender(Sender):
 
 
 class _Shown:
-    """The trainer's snapshot, mapped into this process.
+    """The trainer's snapshot, mapped into this process by CUDA IPC.
 
-    Raises RuntimeError or OSError if that fails.
+    Raises RuntimeError or OSError if it cannot be mapped.
     """
 
     def __init__(self, words: dict[str, Any], device: torch.device) -> None:
@@ -270,9 +271,10 @@ class _Shown:
         self._is_here = words["gpu"] == gpu_of(device)
 
     def copy_weights(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
-        """Copy the snapshot: directly within one GPU, else by a copy engine, which NVLink favours.
+        """Copy the snapshot into the server's tensors.
 
-        Raises ValueError if the tensors are not the expected ones.
+        Copies are direct on one GPU, else made by a copy engine, which is faster over NVLink.
+        Raises ValueError for unexpected tensors.
         """
         if arrivals.layout != self.layout:
             rows = self.layout + arrivals.layout
@@ -305,7 +307,7 @@ class _Shown:
 
 @dataclass
 class _Trainer:
-    """A server's connection to a trainer: its store, and the transfer in use."""
+    """A server's connection to a trainer: its store, and its process group or mapped memory."""
 
     source: str
     device: torch.device
@@ -317,7 +319,7 @@ class _Trainer:
 
 
 class NetworkReceiver(Receiver):
-    """Receiver that reads the trainer's memory if possible, else has the weights sent."""
+    """Receiver that copies from the trainer's memory if possible, else requests a transfer."""
 
     def __init__(self) -> None:
         self._name = f"{socket.gethostname()}-{time.monotonic_ns()}"
@@ -381,9 +383,9 @@ class NetworkReceiver(Receiver):
         )
 
     def _request_version(self, trainer: _Trainer, what: str, version: int) -> None:
-        """Send a request, and wait until the trainer confirms that it has this version.
+        """Send a request, and wait until the trainer confirms that it has `version`.
 
-        Raises Superseded if it has another one.
+        Raises Superseded if the trainer has another version.
         """
         self._asked += 1
         self._send_request(trainer, what, version)
@@ -433,7 +435,7 @@ def unless_superseded(version: int, newest: int) -> None:
 
 
 class _Arrivals:
-    """Tensors at fixed addresses, and buffers to fill them in portions."""
+    """A server's tensors, and two buffers through which portions are copied into them."""
 
     def __init__(self, into: Tensors, dtype: torch.dtype) -> None:
         """Set up for contents that arrive in `dtype`."""
@@ -445,7 +447,7 @@ class _Arrivals:
     def _list_parts(
         self,
     ) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """Return each portion's place in the snapshot, its buffer (of two), and its tensors."""
+        """Return each portion's range in the snapshot, buffer, views in it and target tensors."""
         parts = list(group_tensors(self.layout, self._size))
         sizes = [end - first for _, first, end in parts]
         device = next(iter(self.into.values())).device
@@ -493,7 +495,8 @@ def start_transfer(
 ) -> Callable[[], None]:
     """Start a send or receive with the pair's peer; return a function that waits for it.
 
-    Uses a group of one operation, for which NCCL makes no extra communicator.
+    With NCCL the operation is a coalesced group of one, because a plain send or receive would
+    create another communicator.
     """
     one = getattr(group, what)
     other = 1 - group.rank()

@@ -1,7 +1,7 @@
-"""A rank's logprobs and loss mask of the tokens it trained on, in files for inspection.
+"""Store the logprobs and loss masks that a trainer rank computed, in files for inspection.
 
-rollouts/step_N/trainer.RANK.safetensors has flat arrays over the targets of the rank's samples, in
-order; a sample is identified by its group and member.
+rollouts/step_N/trainer.RANK.safetensors has flat arrays over the target tokens of the rank's
+samples, in order. A sample is identified by its group and member.
 """
 
 from collections import defaultdict

@@ -21,13 +21,14 @@ Arrived = Callable[[Iterable[str]], None]
 
 
 def ignore_arrivals(names: Iterable[str]) -> None:
-    """Ignore which tensors have arrived."""
+    """Do nothing, as the default for `arrived`."""
 
 
 class Sender(ABC):
     """The trainer's side; a context manager while versions are sent.
 
-    `takes` says what it is given: all weights, or the trained adapter's tensors by peft's names.
+    `takes` is what `send_version` expects: "weights" (all of them) or "adapter" (the trained
+    tensors, by peft names).
     """
 
     takes: ClassVar[Literal["weights", "adapter"]] = "weights"
@@ -45,7 +46,10 @@ class Sender(ABC):
         """Send an adapter's base weights, once before its first version."""
 
     def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:  # noqa: B027
-        """Wait until earlier receivers have the last version, while `is_waited_for()` is True."""
+        """Wait until all earlier receivers have the last version.
+
+        Ends early when `is_waited_for()` returns False.
+        """
 
     def __enter__(self) -> "Sender":
         return self
@@ -55,7 +59,7 @@ class Sender(ABC):
 
 
 class Receiver(ABC):
-    """The server's side; an instance is kept between versions."""
+    """The server's side of a transport; one instance receives all versions."""
 
     @abstractmethod
     def receive_version(
@@ -66,9 +70,13 @@ class Receiver(ABC):
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        """Fill the tensors with a version. Raises Superseded, or ValueError if it is unavailable.
+        """Fill the tensors `into` with a version.
 
-        A transport that delivers tensors one by one calls `arrived` with the names of those that
-        are complete, each once, while others are still to come. On a GPU the current stream then
-        sees their values.
+        A transport that receives the tensors in portions calls `arrived` with the names in each
+        portion, as soon as it is complete. On a GPU, work launched on the current stream from then
+        on sees the new values.
+
+        Raises:
+            Superseded: the trainer has another version.
+            ValueError: the version is unavailable.
         """
