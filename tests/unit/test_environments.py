@@ -181,7 +181,7 @@ def test_unknown_environments_and_arguments_are_named():
         vf.load_environment("reverse-text", txts="x")
     with pytest.raises(ValueError, match="is not an environment"):
         vf.load_environment("json")
-    with pytest.raises(ValueError, match="must be 'hub', 'generated' or a file"):
+    with pytest.raises(ValueError, match="must be 'hub', 'generated', 'phrases' or a file"):
         vf.load_environment("reverse-text", texts="nowhere.txt")
 
 
