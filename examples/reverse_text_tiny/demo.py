@@ -39,11 +39,20 @@ def show(command: list[str], background: bool = False) -> None:
     )
 
 
+def find_program(name: str) -> list[str]:
+    """The words that start a program of the environment, also where Hone is not installed but on the path of Python."""
+    if name == "python":
+        return [sys.executable]
+    if (BIN / name).exists():
+        return [str(BIN / name)]
+    return [sys.executable, "-m", "hone", *([] if name == "hone" else [name])]
+
+
 def run(*command: str) -> str:
     """Runs a command of the environment, shows it and what it prints, and returns that."""
     show(list(command))
     process = subprocess.Popen(
-        [BIN / command[0], *command[1:]],
+        [*find_program(command[0]), *command[1:]],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -67,7 +76,7 @@ def server(model: str, *options: str):
     command = ["inference", "--model.name", model, *options, "--server.port", str(port)]
     show(command, background=True)
     process = subprocess.Popen(
-        [BIN / command[0], *command[1:]], stdout=subprocess.DEVNULL, cwd=ROOT
+        [*find_program(command[0]), *command[1:]], stdout=subprocess.DEVNULL, cwd=ROOT
     )
     try:
         deadline = time.monotonic() + 120
