@@ -8,6 +8,7 @@ package.
 """
 
 import argparse
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -36,11 +37,7 @@ def download_gguf(directory: Path) -> Path:
 
 def restore_model(gguf: Path, out: Path, dtype: torch.dtype) -> None:
     """Read a GGUF file of a Llama model and save it as a Hugging Face directory."""
-    try:
-        import gguf  # read by transformers
-        from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
-    except ImportError as error:
-        sys.exit(f"pretrained: {error.name} is not installed; uv sync --inexact --group pretrained")
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     place = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     tokenizer = AutoTokenizer.from_pretrained(**place)
@@ -62,6 +59,9 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="a GGUF file that is here already")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     args = parser.parse_args()
+    for name in ("transformers", "gguf"):
+        if importlib.util.find_spec(name) is None:
+            sys.exit(f"pretrained: {name} is not installed; uv sync --inexact --group pretrained")
     with tempfile.TemporaryDirectory() as directory:
         gguf = args.file or download_gguf(Path(directory))
         restore_model(gguf, args.out, getattr(torch, args.dtype))
