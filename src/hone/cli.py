@@ -166,13 +166,15 @@ def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-
 
 def _dry_run(command: str, config) -> None:  # type: ignore[no-untyped-def]
     from hone.config.help import to_toml
-    from hone.launch.estimate import memory_lines
+    from hone.launch.estimate import card_lines, memory_lines
     from hone.run_directory import RunDirectory
 
     text = to_toml(config)
     print(text, end="")
     for line in memory_lines(config):
         print(f"# memory, about: {line}")
+    for line in card_lines(config):
+        print(f"# on one GPU, {line}")
     if hasattr(config, "trainer_gpu_ids"):
         from hone.launch.plan import format_placement
 

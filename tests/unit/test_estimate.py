@@ -7,11 +7,15 @@ import pytest
 import torch
 
 from hone import cli
+from hone.config.base import load_config
+from hone.config.inference_config import InferenceConfig
 from hone.config.lora_config import LoRAConfig
-from hone.config.rl_config import TrainerConfig, TrainerRunConfig
+from hone.config.rl_config import RLConfig, TrainerConfig, TrainerRunConfig
 from hone.config.sections import OptimConfig
+from hone.config.sft_config import SFTConfig
 from hone.engine.cache import KVCache
 from hone.kernels.pinned_memory import PORTION, ROOMS
+from hone.launch.card_fit import CARD_GIB, estimate_need, find_cure, fit_lines
 from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
@@ -112,6 +116,55 @@ def test_qwen3_4b_on_one_card():
     )
 
 
+SHAPES = {  # hidden size, layers, intermediate size
+    "0.6B": (1024, 28, 3072),
+    "4B": (2560, 36, 9728),
+    "8B": (4096, 36, 12288),
+    "14B": (5120, 40, 17408),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("lora", [(), ("--trainer.lora.rank", "16")])
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_the_keys_that_are_proposed_make_it_fit(shape, lora, command):
+    hidden, layers, intermediate = SHAPES[shape]
+    spec = replace(
+        parse_model_config(QWEN3_4B),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=intermediate,
+    )
+    words = ["--model.name", "m", *lora]
+    if command == "rl":
+        config_class, words = RLConfig, [*words, "--orchestrator.env.id", "e", "--seq-len", "768"]
+    else:
+        config_class = SFTConfig
+        words = [word.replace("trainer.", "") for word in words]
+        words += ["--data.fake", "--data.seq-len", "2048"]
+    config = load_config(config_class, words)
+    need = estimate_need(config, spec, 2)
+    fitting = [size for size, gib in CARD_GIB.items() if need.fits(gib)]
+    assert fitting == list(CARD_GIB)[len(CARD_GIB) - len(fitting) :]  # all larger ones too
+    if need.sequence:
+        at_once = [need.sequences_at_once(CARD_GIB[size]) for size in fitting]
+        assert at_once == sorted(at_once) and all(at_once)
+    for size in set(CARD_GIB) - set(fitting):
+        found = find_cure(config, spec, 2, size)
+        if found is not None:
+            keys, less = found
+            asked = load_config(config_class, [*words, *" ".join(keys).split()])
+            assert estimate_need(asked, spec, 2) == less and less.fits(CARD_GIB[size])
+    assert fitting or find_cure(config, spec, 2, 141) is not None
+
+
+def test_a_server_fits_by_its_weights():
+    spec = parse_model_config(QWEN3_4B)
+    config = load_config(InferenceConfig, ["--model.name", "m", "--max-model-len", "1000"])
+    first, *rest = fit_lines(config, spec, 2)
+    assert not rest and "does not fit" not in first and "16 GB (" in first
+
+
 def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     words = ["--dry-run", "--model.name", str(tmp_path), "--output-dir", str(tmp_path / "run")]
@@ -137,7 +190,9 @@ def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys, monkeypatch):
         in said
     )
     unknown = memory_lines(TrainerRunConfig(model={"name": "nobody/nothing"}))
-    assert unknown == ["not known: the config.json of nobody/nothing is not on this machine"]
+    assert unknown == [
+        "not known: the config.json of nobody/nothing is not here, and the hub does not send it"
+    ]
 
 
 def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,9 @@
 """Estimate the device memory of a command from its configuration. Imports no torch."""
 
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from hone import machine
 from hone.config.base import Config
@@ -8,32 +11,65 @@ from hone.config.inference_config import InferenceConfig
 from hone.config.rl_config import RLConfig, TrainerRunConfig
 from hone.config.sections import ModelConfig
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
+from hone.launch.card_fit import fit_lines
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, estimate_step
 
+HUB_TIMEOUT_SECONDS = 5.0
+
 
 def memory_lines(config: Config) -> list[str]:
-    """Return a line of estimated memory for training and lines for sampling, where they apply.
+    """Return a line of estimated memory for training and one for sampling, where they apply.
 
-    If the model's config.json is not on this machine, or vLLM computes the model, return one line
-    with that reason. Raises ValueError if config.json cannot be read.
+    If the model's config.json is not found, the only line says so. Raises ValueError if
+    it cannot be read.
     """
+    found = _find_model(config)
+    if isinstance(found, str):
+        return [found] if found else []
+    training = _estimate_training(config, found.spec, found.itemsize)
+    lines = [] if training is None else [_training_line(config, found.dtype, *training)]
+    return lines + _sampling_lines(config, found.spec, found.dtype, found.itemsize)
+
+
+def card_lines(config: Config) -> list[str]:
+    """Return lines on the GPUs that the command fits, in the dtype it would have there.
+
+    Raises ValueError as `memory_lines`.
+    """
+    found = _find_model(config)
+    if isinstance(found, str) or config.model.device == "cpu":  # type: ignore[attr-defined]
+        return []
+    dtype = "float32" if config.model.dtype == "float32" else "bfloat16"  # type: ignore[attr-defined]
+    return [
+        f"{dtype} {line}" for line in fit_lines(config, found.spec, 4 if dtype == "float32" else 2)
+    ]
+
+
+@dataclass(frozen=True)
+class _Model:
+    spec: ModelSpec
+    dtype: str
+    itemsize: int
+
+
+def _find_model(config: Config) -> _Model | str:
+    """Return the model of a command, or why its memory is not known; "" if there is no model."""
     model = getattr(config, "model", None)
     if not isinstance(model, ModelConfig):
-        return []
-    if (directory := _find_directory(model.name)) is None:
-        return [f"not known: the config.json of {model.name} is not on this machine"]
-    shape = read_model_config(directory)
+        return ""
+    if (found := _read_shape(model.name)) is None:
+        return (
+            f"not known: the config.json of {model.name} is not here, and the hub does not send it"
+        )
+    shape, place = found
     if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
-        return ["not known: vLLM computes a model of this kind"]
-    spec = parse_model_config(shape, str(directory / "config.json"))
+        return "not known: vLLM computes a model of this kind"
+    spec = parse_model_config(shape, place)
     on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
-    itemsize, kind = (4, "float32") if is_single else (2, "bfloat16")
-    training = _estimate_training(config, spec, itemsize)
-    found = [] if training is None else [_training_line(config, kind, *training)]
-    return found + _sampling_lines(config, spec, kind, itemsize)
+    return _Model(spec, "float32", 4) if is_single else _Model(spec, "bfloat16", 2)
 
 
 def _training_line(config: Config, kind: str, tokens: int, expected: "Estimate") -> str:
@@ -98,11 +134,37 @@ def _estimate_training(
     return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
 
 
-def _find_directory(name: str) -> Path | None:
+@cache
+def _read_shape(name: str) -> tuple[dict[str, Any], str] | None:
+    """Return a model's config.json and where it is: a directory, the hub cache, or the hub; None if nowhere.
+
+    Raises ValueError if it cannot be read.
+    """
     path = Path(name).expanduser()
     if not path.is_dir() and name.count("/") == 1:
-        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub import constants, hf_hub_url, try_to_load_from_cache
 
         file = try_to_load_from_cache(name, "config.json")
-        path = Path(file).parent if isinstance(file, str) else path
-    return path if (path / "config.json").is_file() else None
+        if not isinstance(file, str):
+            # One attempt; the hub's client retries for half a minute.
+            return None if constants.HF_HUB_OFFLINE else _fetch(hf_hub_url(name, "config.json"))
+        path = Path(file).parent
+    return (
+        (read_model_config(path), str(path / "config.json"))
+        if (path / "config.json").is_file()
+        else None
+    )
+
+
+def _fetch(url: str) -> tuple[dict[str, Any], str] | None:
+    import httpx
+    from huggingface_hub import get_token
+
+    token = get_token()
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = httpx.get(url, headers=headers, timeout=HUB_TIMEOUT_SECONDS, follow_redirects=True)
+        found = answer.raise_for_status().json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError):
+        return None
+    return (found, url) if isinstance(found, dict) else None

@@ -34,12 +34,13 @@ class Estimate:
     gradients: int
     activations: int
     logits: int
+    sums: int  # fp32 sums of the gradients of earlier micro-batches
     host: int = 0  # bytes of host memory
 
     @property
     def step_bytes(self) -> int:
         """Return the peak bytes in addition to weights and optimizer state."""
-        return max(self.gradients, self.activations + self.logits)
+        return self.sums + max(self.gradients, self.activations + self.logits)
 
     @property
     def peak_bytes(self) -> int:
@@ -49,7 +50,7 @@ class Estimate:
         parts = [
             f"{field.name} {getattr(self, field.name) / 2**30:.2f}"
             for field in fields(self)
-            if field.name != "host"
+            if field.name != "host" and (field.name != "sums" or self.sums)
         ]
         away = f", and {self.host / 2**30:.2f} GiB of the machine's memory" if self.host else ""
         return f"{', '.join(parts)} GiB; at most {self.peak_bytes / 2**30:.2f} at once{away}"
@@ -90,13 +91,10 @@ def estimate_step(
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,
-        gradients=trained * itemsize
-        + (in_fp32 if is_split else 4 * at_once * (itemsize < 4))
-        + brought,
+        gradients=trained * itemsize + (0 if is_split else 4 * at_once * (itemsize < 4)) + brought,
         activations=token_bytes(spec, itemsize, recomputes) * tokens,
-        logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2
-        + of_head
-        + (in_fp32 if is_split else 0),
+        logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head,
+        sums=in_fp32 if is_split else 0,
     )
 
 
@@ -126,6 +124,16 @@ def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
         * spec.num_hidden_layers
         * sum(sum(spec.linear_shapes[name]) for name in lora.targets or spec.linear_shapes)
     )
+
+
+def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
+    """Return the bytes of the fused weights that the sampler holds again with the adapter merged."""
+    names = set(lora.targets or spec.linear_shapes)
+    fused = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
+    for group in fused:
+        names |= group & spec.linear_shapes.keys() if names & group else set()
+    weights = sum(a * b for a, b in (spec.linear_shapes[name] for name in names))
+    return spec.num_hidden_layers * weights * itemsize
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
