@@ -1,8 +1,8 @@
 """Start and end child processes, and describe how they ended.
 
-A child of a Hone command ends with the command: the child leads a process group, which
-`end_processes` kills. If the command is killed, the child notices that the process HONE_PARENT_PID
-is gone (`end_with_parent`).
+A child of a Hone command ends with the command. A command that ends normally kills the process
+group that the child leads (`end_processes`). If the command is killed, the child notices that the
+process whose id is in HONE_PARENT_PID is gone, and ends itself (`end_with_parent`).
 """
 
 import contextlib
@@ -33,13 +33,14 @@ def start_process(
 ) -> Process:
     """Start a child process without standard input, as leader of a process group.
 
-    It ends with this process, unless `environment` sets HONE_PARENT_PID to 0.
+    A child that runs a Hone command ends when this process ends, unless `environment` sets
+    HONE_PARENT_PID to 0.
 
     Args:
         command: program and arguments.
         environment: variables added to those of this process.
         report: file in which the child reports facts (`process_report.py`).
-        options: of `subprocess.Popen`.
+        options: further arguments of `subprocess.Popen`.
     """
     own = {"HONE_PARENT_PID": str(os.getpid())}
     if report is not None:
@@ -73,9 +74,10 @@ def wait_or_kill(process: Process, seconds: float) -> int:
 
 
 def end_with_parent() -> None:
-    """End this process and its children when the process HONE_PARENT_PID is gone.
+    """End this process and its children when the launcher of this process is gone.
 
-    A thread watches that launcher, which may be an indirect ancestor.
+    The launcher's process id is in HONE_PARENT_PID; it may be an indirect ancestor. A thread checks
+    whether it exists.
     """
     parent = int(os.environ.pop("HONE_PARENT_PID", "0"))
     if not parent:

@@ -1,8 +1,10 @@
-"""Entry points: read the configuration, then run the command. Heavy imports come after `--help`.
+"""Entry points of the commands: read the configuration, then run the command.
 
-sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
-vf-eval                short flags (evals/arguments.py)
-hone                   the same as subcommands
+    sft, rl, inference     @ file.toml and dotted overrides (config/base.py)
+    vf-eval                short flags (evals/arguments.py)
+    hone                   the same commands as subcommands
+
+Modules that import slowly are loaded only after `--help` is handled.
 """
 
 import errno

@@ -65,7 +65,7 @@ class Waiting:
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol with limits. `bounded_http` makes one class per server."""
+    """uvicorn's HTTP protocol with limits on headers and connections, a subclass per server."""
 
     shared: Waiting
 
@@ -181,5 +181,8 @@ def bounded_http(most: int | None = None) -> type[BoundedHttp]:
 
 
 def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return a uvicorn configuration with these limits; `options` are uvicorn's own."""
+    """Return a uvicorn configuration with limits on headers and connections.
+
+    `options` are passed to `uvicorn.Config`.
+    """
     return uvicorn.Config(app, http=bounded_http(), ws="none", **options)

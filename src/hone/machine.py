@@ -66,7 +66,7 @@ def prepare_environment() -> None:
 
 
 def ensure_home() -> None:
-    """Give a user without a home directory one below the directory for temporary files.
+    """Set HOME (below the temporary directory) and USER, each if the user has none.
 
     In a container a user id may have no entry in passwd and no HOME. Many libraries ask for both.
     """
@@ -173,9 +173,9 @@ def _cpu_quota(root: Path) -> float | None:
 def _can_switch(threads: int) -> bool:
     """Return True if `Neighbours` can change how long waiting threads spin.
 
-    This requires that the kernel reports how long threads waited for a core, and that the OpenMP
-    threads, including those that the spare thread adds, outnumber the processors of the affinity
-    mask. libgomp counts these processors, even if a control group grants less time.
+    This requires that the kernel reports how long threads waited for a core, and that a second team
+    of `threads` OpenMP threads makes the total exceed the number of processors in the affinity
+    mask. libgomp compares with this number, even if a control group grants less time.
     """
     tells = Path("/proc/self/schedstat").exists() and hasattr(os, "sched_getaffinity")
     return tells and 2 * threads - 1 > len(os.sched_getaffinity(0))

@@ -1,4 +1,4 @@
-"""Users' functions: resolve an import path, and bind the configured keys."""
+"""Load users' functions by import path, and bind configured values to their parameters."""
 
 import functools
 import inspect
@@ -38,14 +38,15 @@ def load_function(path: str, key: str) -> Callable[..., Any]:
 def with_keys(function: Callable[..., Any], given: dict[str, Any], key: str) -> Callable[..., Any]:
     """Bind a function's keyword-only parameters to values, validated by their annotations.
 
-    An exception of the function becomes a ValueError with its place in the code.
+    An exception that the bound function raises becomes a ValueError with the place in the user's
+    code.
 
     Args:
         given: values by parameter name.
         key: configuration key of the values, for messages.
 
     Raises:
-        ValueError: a value is wrong; it names the key, what was found and what is accepted.
+        ValueError: a value is wrong; the message names the key, what was found and what is accepted.
     """
     types = typing.get_type_hints(function)
     fields: dict[str, Any] = {

@@ -18,7 +18,7 @@ _facts: dict[str, Any] = {}
 
 
 def claim_report_file() -> None:
-    """Report to the file that the environment names; hide it from child processes."""
+    """Write reports to the file named by HONE_REPORT_FILE; hide the variable from children."""
     global _file
     _file = os.environ.pop(REPORT_VARIABLE, "")
     _facts.clear()

@@ -31,7 +31,7 @@ class Refused(RuntimeError):
 
 
 class ContextFull(ValueError):
-    """The conversation leaves no room in the model's context."""
+    """Raised if a conversation fills the context length, so that no answer fits."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ IMMUTABLE = frozenset((str, int, float, bool, type(None), bytes))
 class Sampling:
     """Sampling parameters. Temperature 0 is greedy.
 
-    Tokens are drawn after filters and penalties; logprobs are those of the model without them.
+    Tokens are drawn with filters (top_p, top_k, min_p), penalties and biases; logprobs are computed
+    without them.
     """
 
     temperature: float = 1.0
@@ -117,9 +118,9 @@ class Prompt:
     Attributes:
         messages: OpenAI chat messages.
         tools: OpenAI tools that the assistant may call.
-        before: token ids of the first `covered` messages, as the model processed them.
-        covered: number of messages that `before` stands for.
-        template_arguments: arguments of the chat template, as {"enable_thinking": False}.
+        before: token ids of the first messages, as the model processed them in earlier turns; None if there are none.
+        covered: number of messages whose token ids are in `before`.
+        template_arguments: arguments of the chat template, such as {"enable_thinking": False}.
     """
 
     messages: list[Message]
@@ -138,19 +139,19 @@ def other_seed(seed: int, number: int) -> int:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """A prompt with sampling parameters, as the engine takes it.
+    """Request to the engine: a prompt with sampling parameters.
 
     Attributes:
         prompt_ids: token ids of the prompt.
         sampling: sampling parameters.
         stop_ids: tokens that end the completion.
-        ends: called with the ids generated so far; returns how many of them to keep, which ends
-            the completion, or None to continue.
-        timeout: seconds until the completion ends with the tokens it has.
+        ends: called with the ids generated so far; returns None to continue, or the number of ids
+            to keep, to end the completion.
+        timeout: seconds until the completion ends with the tokens generated so far.
         adapter: name of a loaded LoRA adapter.
         name: name for progress reports.
-        allows: called with the ids generated so far; returns a mask over the vocabulary of the
-            tokens that may follow.
+        allows: called with the ids generated so far; returns a boolean mask over the vocabulary,
+            True for tokens that may come next.
     """
 
     prompt_ids: list[int]
@@ -173,8 +174,9 @@ class Completion:
         versions: policy version that drew `ids[i]`.
         finish_reason: "stop" (a stop token or `ends`), "length", "timeout" or "abort".
         alternatives: the likeliest tokens at each position with logprobs, if requested.
-        routing: for a mixture of experts, the experts of every token of prompt and completion but
-            the last, over all blocks, as base64 of int16, -1 where unknown.
+        routing: for a mixture of experts, the experts chosen for each token of prompt and
+            completion except the last token, in all blocks: an int16 array in base64, -1 where
+            unknown.
     """
 
     ids: list[int]
@@ -270,13 +272,14 @@ class Sample:
         ids: token ids, int64, T.
         mask: True for tokens that the policy generated, bool, T.
         logprobs: the sampler's logprobs, float64, T; 0.0 where `mask` is False.
-        advantage: advantage of all its tokens.
-        temperature: temperature at which it was sampled.
+        advantage: advantage of all tokens of the sequence.
+        temperature: temperature at which the tokens were sampled.
         teacher_logprobs: a teacher's logprobs for distillation, float64, T.
         env: name of the environment, which may select a loss.
-        routing: the sampler's experts in all blocks, int16, (T - 1) x R, -1 where unknown.
-        group: number of its group.
-        member: index of its rollout in the group.
+        routing: the experts that the sampler chose, int16, (T - 1) x R, -1 where unknown; R is the
+            number of experts per token over all blocks.
+        group: number of the sample's group.
+        member: index of the sample's rollout in the group.
     """
 
     ids: "NDArray[np.int64]"

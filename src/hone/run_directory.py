@@ -62,7 +62,7 @@ class RunDirectory:
         return str(self._read_manifest().get("run", ""))
 
     def require_own(self) -> None:
-        """Raise ConnectionError if another run has claimed the directory since."""
+        """Raise ConnectionError if another run has claimed the directory after this run."""
         if self.id_on_disk() != self.id:
             raise ConnectionError(f"another run has taken over {self.path}")
 

@@ -15,9 +15,9 @@ class ExitInUserCode(RuntimeError):
 
 
 class _Contained:
-    """Context manager that turns SystemExit and the like into ExitInUserCode.
+    """Context manager that turns SystemExit and other non-Exception errors into ExitInUserCode.
 
-    Subclasses of Exception, cancellation and a real Ctrl-C pass unchanged.
+    Subclasses of Exception, asyncio's CancelledError and a real Ctrl-C pass unchanged.
     """
 
     def __enter__(self) -> None:

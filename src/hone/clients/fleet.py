@@ -1,14 +1,15 @@
 """Spread requests for one policy over several servers, and recover when a server is lost.
 
+A run is a set of rollouts of one prompt with consecutive seeds, sent as one request.
+
     chat, chat … in one turn of the event loop ─ same messages, consecutive seeds ─► a run ─► queue ─► least busy server
     a server that is lost, silent, or at an older version ─► its runs return to the head of the queue
                       └─► comes back ─ revive: current weights, verified ─► serves again
 
-A run here is a group of rollouts of one prompt, sent as one request. A server receives as many
-rollouts as it can generate at once, plus a small reserve. Other runs wait in the fleet's queue for
-any server; those of evaluations go first. The fleet polls the servers for the tokens generated so
-far. If a run has to be sent again and `goes_on` is set, it continues from these tokens; otherwise
-it starts again from its prompt, so that results are bitwise repeatable.
+A server receives as many rollouts as it can generate at once, plus a small reserve. Other runs wait
+in the fleet's queue for any server; runs of evaluations go first. The fleet polls the servers for
+the tokens generated so far. If a run has to be sent again and `goes_on` is set, it continues from
+these tokens; otherwise it starts again from its prompt, so that results are bitwise repeatable.
 """
 
 import asyncio
@@ -101,9 +102,9 @@ class Server:
     def update_progress(self, state: dict[str, Any]) -> None:
         """Update the rollout limit and the partial completions from a /progress response.
 
-        The limit is lowered only if requests lack a slot or KV cache pages. Requests that merely
-        wait for admission do not lower it: a server that has just begun to read a step's requests
-        is not full.
+        The limit is the number of rollouts sent to the server at once. It is lowered only if
+        requests lack a slot or KV cache pages, not if they merely wait for admission: a server that
+        has just begun to prefill a step's requests is not full.
         """
         running = state["running"]
         reserve = max(QUEUE_RESERVE, state["running"] // 8)
@@ -130,9 +131,9 @@ class Fleet:
     Args:
         clients: one client per server.
         revive: loads the current weights into a server that came back, and returns their version.
-        deadline: seconds to wait for a lost server.
-        log: logger for lost and returned servers.
-        goes_on: continue from the tokens generated so far when a run is sent again.
+        deadline: seconds to wait for a lost server to come back.
+        log: logger for messages about lost and returned servers.
+        goes_on: when a request is sent again, continue from the tokens generated so far.
     """
 
     def __init__(
@@ -170,7 +171,10 @@ class Fleet:
         return await asked.future
 
     def report_lost(self, server: Server, why: str) -> None:
-        """Stop using a server until it is up again and has verified weights."""
+        """Send no requests to a server until it is up again and has verified current weights.
+
+        `why` is the reason, for the log.
+        """
         if server.is_up:
             server.mark_lost(why)
             self.log.warning(
@@ -197,7 +201,7 @@ class Fleet:
     # ------------------------------------------------------------------------------------------ requests
 
     def _send_pending(self) -> None:
-        """Group the requests of this turn of the event loop into runs, and queue the runs."""
+        """Group the new requests into runs (same prompt, consecutive seeds), and queue the runs."""
         asked = self._asked
         self._asked = {}
         for same in asked.values():
@@ -262,10 +266,11 @@ class Fleet:
             self._dispatch_runs()
 
     async def _request_turns(self, server: Server, run: _Run) -> list[Turn]:
-        """Request the turns of a run; cancel the request when all its futures are done.
+        """Send a run's request to a server; return the run's turns.
 
-        Raises OutdatedServer if the server generated with weights older than `run.version`, for
-        example after an unnoticed restart.
+        The request is cancelled when all futures of the run are done. Raises OutdatedServer if the
+        server generated with weights older than `run.version`, for example after an unnoticed
+        restart.
         """
         count = len(run.futures)
         name = run.name if self.goes_on else ""
@@ -352,7 +357,7 @@ def _fail_waiters(run: _Run, error: BaseException | None) -> None:
 
 
 class Urgent:
-    """Client of a fleet whose requests go before all others, for evaluations."""
+    """Client for evaluations: its requests to the fleet are sent before all others."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

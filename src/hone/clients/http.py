@@ -81,8 +81,8 @@ class HttpClient:
     async def check_key(self) -> None:
         """Check the API key against the server.
 
-        Raises ValueError, with what to do, if the server answers 401, and ConnectionError if the
-        check fails otherwise.
+        Raises ValueError if the server answers 401; the message names the option to set. Raises
+        ConnectionError for any other failure.
         """
         try:
             await self.call_control("version")
@@ -95,10 +95,11 @@ class HttpClient:
             ) from None
 
     async def wait_until_serving(self, no_sign_seconds: float = NO_SIGN_SECONDS) -> None:
-        """Wait for a server on this machine, then require that it serves the model.
+        """Wait until the server is up, then check that it serves the model.
 
-        Raises ConnectionError if no server answers, ValueError if it refuses the key or does not
-        serve the model.
+        A server on this machine is polled until, for `no_sign_seconds`, it shows no sign of
+        starting; other servers are polled once. Raises ConnectionError if no server answers,
+        ValueError if it refuses the key or does not serve the model.
         """
         answer = await self.wait_until_up(no_sign_seconds)
         if answer.status_code == 401:
@@ -150,7 +151,7 @@ class HttpClient:
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn:
         """Request one completion.
 
-        Raises ContextFull if the conversation leaves no room for an answer, ConnectionError if the
+        Raises ContextFull if the conversation fills the context length, ConnectionError if the
         server is lost, and RuntimeError with the server's message for another error status.
         """
         return (await self.chat_group(prompt, sampling, 1))[0]
@@ -267,8 +268,8 @@ def _json_of(answer: httpx.Response) -> dict[str, Any]:
 def _refusal_error(url: str, answer: httpx.Response) -> Exception:
     """Return the exception for a status other than 200.
 
-    It is ContextFull if the prompt leaves no room, Refused for another 4xx except 429, and else a
-    RuntimeError, which is retried.
+    It is ContextFull if the prompt fills the context length, Refused for another 4xx except 429,
+    and otherwise a RuntimeError, after which the request is retried.
     """
     said = answer.text[:500]
     status = answer.status_code
@@ -326,7 +327,10 @@ def serve_command(model: str) -> str:
 
 
 def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[HttpClient]:
-    """Return a client for each configured server. Raises ValueError if the key variable is not set."""
+    """Return a client for each configured server.
+
+    Raises ValueError if the environment variable `config.api_key_var` is not set.
+    """
     key = None
     if config.api_key_var:
         key = os.environ.get(config.api_key_var, "").strip()
@@ -342,7 +346,10 @@ def connect_clients(config: ClientConfig, model: str, **options: Any) -> list[Ht
 
 
 def _choose_transport(url: str) -> httpx.AsyncBaseTransport | None:
-    """Return the faster transport if it can serve this URL, else None for httpx's own."""
+    """Return `http_connection.Wire`, faster than httpx's own transport, if it can serve this URL.
+
+    Otherwise return None, for httpx's own.
+    """
     if importlib.util.find_spec("httptools") is None:
         return None
     from hone.clients.http_connection import Wire, is_direct

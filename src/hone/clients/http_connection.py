@@ -1,4 +1,4 @@
-"""HTTP/1.1 transport for httpx with kept connections, at a quarter of the cost of httpx's own.
+"""HTTP/1.1 transport for httpx with keep-alive connections, at a quarter of httpx's own cost.
 
     httpx.AsyncClient(transport=Wire())      headers, JSON and errors stay those of httpx
 
@@ -125,7 +125,10 @@ def _encode_request(request: httpx.Request, body: bytes) -> bytes:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection with one request in flight. `is_open` is True if it can take the next one."""
+    """Connection with at most one request in flight.
+
+    `is_open` is True if the next request can be sent.
+    """
 
     is_open = _has_head = False
     _answer: asyncio.Future[Answer] | None = None

@@ -77,7 +77,10 @@ class Config(BaseModel):
         return redacted
 
     def resolve_config(self) -> "Config":
-        """Return the configuration to run, by default this one. Raises ConfigError."""
+        """Return the configuration to run: this one, or what a subclass converts it to.
+
+        Raises ConfigError.
+        """
         return self
 
     @classmethod
@@ -148,7 +151,8 @@ def validate_values(
 ) -> C:
     """Return the values as a validated `cls`. Raises ConfigError.
 
-    `origins` maps dotted keys to the source of their value, which messages name.
+    `origins` maps dotted keys to the sources of their values (a file or the command line), for
+    messages.
     """
     try:
         return cls.model_validate(values)
@@ -159,8 +163,9 @@ def validate_values(
 def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], dict[str, str]]:
     """Parse arguments into nested values and the origin of each dotted key.
 
-    Later files override earlier ones; keys on the command line override all files, the last one
-    wins. `free` is the result of `users_keys`. Raises ConfigError.
+    Later files override earlier ones; keys on the command line override all files, and the last
+    value of a key wins. `free` has the keys of tables with user-chosen names (`users_keys`). Raises
+    ConfigError.
     """
     files: dict[str, Any] = {}
     overrides: dict[str, Any] = {}
@@ -197,8 +202,8 @@ def parse_argv(argv: list[str], free: dict[str, bool]) -> tuple[dict[str, Any], 
 def merge_tables(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """Return `base` with `over` merged in: tables key by key, anything else replaced.
 
-    A table that is merged into a list of tables is merged into each entry. If one of its keys is
-    the name of an entry, the keys below that name change this entry alone.
+    Where `base` has a list of tables and `over` a table, the table is merged into each entry of the
+    list. A key of this table that is the name of an entry holds values for that entry alone.
     """
     result = dict(base)
     for key, value in over.items():
@@ -271,9 +276,9 @@ def _merge_file(
 def users_keys(cls: type[Config]) -> dict[str, bool]:
     """Return the keys of tables with user-chosen names, such as arguments or adapters.
 
-    The parser keeps these names as written, dashes included. The value of a key is True if each
-    entry of its table is a section with keys of Hone's own. A key that is a section's name
-    elsewhere is left out.
+    The parser keeps the user-chosen names as written, dashes included. A key maps to True if the
+    entries of its table are configuration sections, to False if they are plain values. A key that
+    is also the name of a section with fixed keys is left out.
     """
     found: dict[str, bool] = {}
     sections: set[str] = set()
@@ -340,7 +345,7 @@ def _list_leaves(content: dict[str, Any], path: list[str]) -> list[str]:
 
 
 class Whole(dict[str, Any]):
-    """A table given as JSON on the command line; it replaces a list of tables."""
+    """A table given as JSON on the command line; it replaces a list of tables as a whole."""
 
 
 class Typed(str):
@@ -508,7 +513,7 @@ def _describe_origin(names: list[str], origins: dict[str, str], message: str = "
 
 
 def _find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
-    """Return the sections that a dotted name may refer to; empty if it is no section."""
+    """Return the Config classes of a section (several for a union); empty if it is no section."""
     sections = [cls]
     for name in names:
         if not name.isdigit():

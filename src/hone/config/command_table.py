@@ -1,5 +1,6 @@
-"""Table of the commands that read a configuration: import paths of type and function, and a
-summary.
+"""Table of the commands that read a configuration.
+
+Per command: import paths of the configuration class and of the function to run, a summary.
 """
 
 import importlib

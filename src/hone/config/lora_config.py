@@ -43,7 +43,7 @@ class LoRAConfig(Config):
 
     @property
     def keeps_reference(self) -> bool:
-        """Return True if the model without the adapter is the initial model."""
+        """Return True if disabling the adapter gives the initial model (the KL reference)."""
         return not self.modules_to_save and self.start_from is None
 
 

@@ -67,9 +67,9 @@ def split_sections(cls: type[Config]) -> list[tuple[str, str, Table]]:
 
 
 def name_shared_sections(sections: dict[str, list[tuple[str, str, Table]]]) -> dict[Table, str]:
-    """Return a title for each table that several sections share: the last part of a path.
+    """Return a title for each table of keys that several sections have.
 
-    Equal titles are numbered.
+    It is the last part of the first section's path; equal titles are numbered.
     """
     places: dict[Table, list[str]] = {}
     for of_command in sections.values():

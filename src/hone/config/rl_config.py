@@ -79,7 +79,7 @@ class BenchConfig(Config):
 
 
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
-    """The trainer as a separate process."""
+    """Configuration of the trainer as a separate process."""
 
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
@@ -102,7 +102,7 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
 
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
-    """The orchestrator as a separate process."""
+    """Configuration of the orchestrator as a separate process."""
 
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
@@ -194,7 +194,7 @@ class RLConfig(ResumableConfig):
     def prepare_values(
         cls, values: dict[str, Any], origins: dict[str, str], files_for: set[str]
     ) -> dict[str, Any]:
-        """Hoist keys shared by components and choose the deployment."""
+        """Move keys shared by components to the top level; choose the deployment."""
         client = (values.get("orchestrator") or {}).get("client") or {}
         if files_for & set(COMPONENTS) or "base_url" in client:
             values.setdefault("deployment", "processes")

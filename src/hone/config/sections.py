@@ -466,7 +466,7 @@ class CkptConfig(Config):
 
 
 class RunConfig(Config):
-    """Base of the commands that train."""
+    """Base class of configurations of commands that train."""
 
     model: ModelConfig
     output_dir: Free[Path] = Path("outputs")
@@ -490,7 +490,7 @@ class RunConfig(Config):
 
 
 class ResumableConfig(RunConfig):
-    """Base of the commands that can resume."""
+    """Base class of configurations of commands that can resume."""
 
     ranks_timeout: Free[Annotated[float, Field(gt=0)]] = 1800.0
     """With several trainer processes: seconds that one waits for another before the run is ended."""

@@ -97,7 +97,7 @@ NEEDLESS = {
 
 
 class RLTrainerArgs(Config):
-    """The section `[trainer.args]`; as `hone.RLConfig`, the arguments of `hone.RLTrainer`."""
+    """Arguments of `hone.RLTrainer`: the section `[trainer.args]`, exported as `hone.RLConfig`."""
 
     model_config = ConfigDict(title="RLConfig")
 

@@ -1,4 +1,4 @@
-"""Stream a directory as a tar archive without writing a file or holding it in memory."""
+"""Stream a directory as a tar archive, without a temporary file or the whole archive in memory."""
 
 import tarfile
 from collections.abc import Iterator
@@ -24,7 +24,10 @@ class _Pipe:
 
 
 def tar_directory(directory: Path, name: str) -> Iterator[bytes]:
-    """Yield a tar archive of the directory's plain files below `name`/; links are left out."""
+    """Yield a tar archive of a directory's plain files, without links.
+
+    Paths in the archive begin with `name`/.
+    """
     pipe = _Pipe()
     with tarfile.open(fileobj=pipe, mode="w|", format=tarfile.PAX_FORMAT) as archive:  # type: ignore[call-overload]
         for file in sorted(directory.rglob("*")):

@@ -105,10 +105,10 @@ def open_in_browser(url: str) -> None:
 
 
 def bind_near(host: str, port: int) -> socket.socket:
-    """Return a socket bound to `port`; from the default port on, to the first free one.
+    """Return a socket bound to `port`, or to the next free port if `port` is the default.
 
-    With the default port PORTS_TO_TRY ports are tried, otherwise only `port`. Raises ValueError if
-    none is free.
+    Up to PORTS_TO_TRY ports are tried from the default port on; any other port is tried alone.
+    Raises ValueError if no port is free.
     """
     from hone.inference.socket_binding import bind_socket
 

@@ -203,7 +203,7 @@ def truncated(facts: RunFacts) -> Finding | None:
 
 
 def constant(facts: RunFacts) -> Finding | None:
-    """Find runs whose rollouts all have one reward in nearly all steps."""
+    """Find runs in which, in nearly all steps, all rollouts have the same reward."""
     flat = [row for row in facts.steps if row["high"] - row["low"] < 1e-9]
     is_from_the_start = all(row["high"] - row["low"] < 1e-9 for row in facts.steps[:MIN_STEPS])
     if (
@@ -229,7 +229,7 @@ def constant(facts: RunFacts) -> Finding | None:
 
 
 def no_signal(facts: RunFacts) -> Finding | None:
-    """Find runs in which most groups of the last steps have equal rewards."""
+    """Find runs in whose last steps the rollouts of most groups have equal rewards."""
     idle = facts.metric_by_step("batch/without_signal")
     n = max(MIN_STEPS, len(facts.metric_by_step("batch/without_signal")) // 4)
     last = sorted(idle)[-n:]
@@ -302,7 +302,7 @@ def _describe_training(facts: RunFacts, first: int) -> str:
 
 
 def length(facts: RunFacts) -> Finding | None:
-    """Find completions that grow while longer ones earn more."""
+    """Find completions that grow longer while longer completions get higher rewards."""
     if len(facts.steps) < 2 * MIN_STEPS:
         return None
     n = max(2, len(facts.steps) // 5)
@@ -426,7 +426,7 @@ def diverged(facts: RunFacts) -> Finding | None:
 
 
 def overfitted(facts: RunFacts) -> Finding | None:
-    """Find a validation loss that rises while the training loss falls."""
+    """Find a validation loss that has risen clearly above its minimum."""
     val = facts.metric_by_step("val/loss")
     steps = sorted(val)
     if len(steps) < MIN_STEPS:

@@ -1,6 +1,6 @@
 """Check the access rules of the dashboard before any route.
 
-    Host       on loopback a name of loopback, so that no page can use a domain of its own (DNS rebinding)
+    Host       a loopback name if the dashboard listens on loopback (against DNS rebinding)
     Origin     absent or the dashboard's own, so that requests of other sites' pages are refused
     token      required for changes; for reading too, unless the dashboard listens on loopback
 

@@ -128,9 +128,9 @@ class Index:
             self._lock.release()
 
     def update_metrics(self) -> bool:
-        """Index new metrics, but no rollouts, which is fast; return True if there were any.
+        """Index new metrics only, which is fast; return True if there were any.
 
-        Does nothing while another update runs.
+        Returns False at once if another update is running.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -311,7 +311,7 @@ class Index:
         return {"total": total, "rows": [dict(row) for row in rows]}
 
     def filter_values(self) -> dict[str, list[Any]]:
-        """Return the values to filter by: environments, stop reasons, reasons for non-use.
+        """Return the values to filter by: `env`, `stop` reasons, `unused` (why not trained on).
 
         `steps` holds the first step, the last step and the number of rollouts.
         """

@@ -1,14 +1,14 @@
-"""Runs started from the dashboard: queued one at a time on this machine, or submitted to Slurm.
+"""Runs started from the dashboard: on this machine, one at a time, or submitted to Slurm.
 
     ROOT/.hone/jobs/NAME/   job.json (definition and state), COMMAND.toml, log.txt
 
-A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in its own session:
-it continues when the dashboard ends, and another dashboard finds it. Stopping a job asks it to
-write a checkpoint and exit (`hone/preemption.py`).
+A job is the command that a person would type, `rl @ rl.toml --output-dir DIR`, in a process session
+of its own: it continues when the dashboard ends, and a later dashboard finds it. Stopping a job
+asks it to write a checkpoint and exit (`hone/preemption.py`).
 
-Others may be able to write into ROOT. So job.json is signed, together with what it runs, by a key
-of the user (`signing_key`). A job without this signature is shown as foreign, and never started,
-signalled or removed.
+Other users may be able to write into ROOT. Therefore each job is signed with a key of this user
+(`signing_key`); the signature covers job.json and COMMAND.toml. A job without a valid signature is
+shown as foreign, and never started, signalled or removed.
 """
 
 import contextlib
@@ -323,10 +323,10 @@ class Jobs:
         return hmac.new(self._key, text, "sha256").hexdigest()
 
     def _as_it_stands(self, job: Job) -> Job:
-        """Return the job, with state "stopped" if it is no longer running.
+        """Return the job, with "running" changed to "stopped" if it no longer runs.
 
-        This is so if its process or its run's heartbeat is gone. Jobs that this dashboard started
-        itself are returned unchanged.
+        A job no longer runs if its process is gone or its run has no heartbeat. Jobs that this
+        dashboard process started are returned unchanged.
         """
         if job.state == "running" and job.name not in self._processes:
             run = (
@@ -411,7 +411,7 @@ class Jobs:
         job.state = "submitted"
 
     def _line_up(self, job: Job) -> dict[str, Any]:
-        """Write a job, start the thread of the queue if needed, and return the job as shown."""
+        """Write a job's file, start the queue thread if needed, and return the job for display."""
         self._write_job(job)
         if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._run_queue, daemon=True)

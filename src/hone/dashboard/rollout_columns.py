@@ -8,7 +8,7 @@ SEARCHED_CHARACTERS = 4000  # characters searched at the beginning and at the en
 
 
 def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
-    """Return a rollout's columns to filter and list by, and its text to search."""
+    """Return a rollout's values of the index columns, and the text that searches cover."""
     turns = [turn for turn in _list_or_empty(row.get("turns")) if isinstance(turn, dict)]
     tokens = sum(
         len(turn["ids"]) if isinstance(turn.get("ids"), list) else _int_or_zero(turn.get("tokens"))

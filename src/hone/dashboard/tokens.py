@@ -72,16 +72,16 @@ class TokenTable:
         return ""
 
     def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
-        """Return a rollout's turns as the sequences that were trained on, for display.
+        """Return the token sequences of a rollout that were trained on, for display.
 
-        The turns are joined as in `orchestrator.group.samples_of`. A sequence is a dict with one
-        value per token in each of the lists `ids`, `text`, `sampled` (the sampler's logprobs),
-        `version`, `trained` (the trainer's logprobs) and `masked`; a missing value is None. `cut`
-        is the number of tokens that are not shown.
+        A turn whose prompt begins with the sequence so far extends it; another turn begins a new
+        sequence. A sequence is a dict with one value per token in each of the lists `ids`, `text`,
+        `sampled` (the sampler's logprobs), `version`, `trained` (the trainer's logprobs) and
+        `masked`; a missing value is None. `cut` is the number of tokens that are not shown.
 
         Args:
             turns: turns of the rollout, as in its file.
-            seen: the trainer's values of each sample (`read_trained`).
+            seen: for each sequence, the trainer's logprobs and loss mask (`read_trained`).
         """
         sequences = _join_turns(turns if isinstance(turns, list) else [])
         for i, one in enumerate(sequences):

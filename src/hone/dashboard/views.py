@@ -35,7 +35,7 @@ log = logging.getLogger("hone.dashboard")
 
 
 class Runs:
-    """The runs below a root, with an index of each, which is updated when it is requested."""
+    """Runs below a root directory, each with an index; a request for a run updates its index."""
 
     def __init__(self, root: Path, cache: Path | None = None) -> None:
         self.root = root.resolve()
@@ -209,7 +209,7 @@ class Runs:
         raise KeyError(place)
 
     def read_rollout(self, name: str, number: int) -> dict[str, Any] | None:
-        """Return a rollout with its tokens for display and the trainer's values."""
+        """Return a rollout, plus its tokens with the trainer's logprobs; None if it is missing."""
         run, index = self.get_run(name)
         found = index.read_rollout(number)
         if found is None:

@@ -2,8 +2,9 @@
 
     waiting ─ plan: a slot, pages, shared prefix ─► chunked prefill (`Stretch`) ─► decoding (`engine.py`)
 
-A request whose prompt is already being prefilled for another request becomes a sibling of that
-request: both share the full pages of the prompt.
+A slot is a sequence's row in the device state (`slots.py`). A request whose prompt is already being
+prefilled for another request becomes a sibling of that request: both share the full pages of the
+prompt.
 """
 
 from collections import defaultdict, deque
@@ -34,9 +35,9 @@ class Admission:
     def plan_prefill(self, admit: bool, budget: int) -> Planned:
         """Plan the next prefill pass of up to `budget` tokens.
 
-        Prompts that were started come first, then new requests in order of arrival; with `admit`
-        False no new ones. Each admitted request gets a slot and its pages. Returns an empty list if
-        there is nothing to compute.
+        Prompts whose prefill has begun come first, then, if `admit` is True, new requests in order
+        of arrival. Each new request gets a slot and its pages. Returns an empty list if there is
+        nothing to compute.
         """
         planned: Planned = []
         if not (self.prefilling or self.waiting):
@@ -109,7 +110,7 @@ class Admission:
         return [parts[key] for key in sorted(parts)]
 
     def finish_prefill(self, leaders: list[Sequence]) -> None:
-        """Finish the prefill of these sequences and their siblings.
+        """Finish the prefill of `leaders` and of their siblings (requests with the same prompts).
 
         Siblings share the full pages of the leader's prompt. The last, partial page is copied for
         each sibling, since decoding writes to it.
@@ -131,7 +132,7 @@ class Admission:
     def withdraw_request(self, sequence: Sequence) -> bool:
         """Remove a request that has no generated token yet.
 
-        Returns False if it is not such a request.
+        Returns False if the request already has a generated token or has ended.
         """
         if sequence in self.waiting:
             self.without_room -= self.waiting.index(sequence) < self.without_room

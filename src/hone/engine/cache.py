@@ -1,8 +1,8 @@
 """KV cache in pages: layers x (k, v) x pages x PAGE x K x E.
 
-K is the number of key-value heads, E their size. With pages the prompt of a group is stored once,
-prompts share common prefixes, and a sequence takes memory only for its own length. Kernels read
-pages in place (`kernels/decode.py`).
+PAGE is the number of tokens per page, K the number of key-value heads, E their size. Thanks to
+pages, the prompt of a group of completions is stored once, prompts share common prefixes, and a
+sequence takes memory only for its own length. Kernels read pages in place (`kernels/decode.py`).
 """
 
 import numpy as np
@@ -102,7 +102,7 @@ class KVCache:
 
 
 class DecodeAttention:
-    """Attention of one new token per sequence over the tokens before it and itself."""
+    """Attention of one new token per sequence over the sequence's earlier tokens and the new one."""
 
     def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
         self.cache = cache

@@ -27,11 +27,11 @@ class Room(TypedDict):
 def plan_cache(
     config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0
 ) -> Room:
-    """Return the engine's cache arguments: as configured, else by the free memory of the device.
+    """Return max_batch_size and kv_cache_gib: as configured, else by the free memory of the device.
 
     Args:
         length: tokens of the longest sequence; None: the model's limit, or as much as fits.
-        reserved: bytes that this process needs for other things.
+        reserved: bytes of device memory that this process needs for other purposes than the cache.
     """
     weight = model.embed.weight
     if not weight.is_cuda:
@@ -62,18 +62,18 @@ def cpu_gib() -> float:
 def plan_gpu_cache(
     config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
 ) -> Room:
-    """Return the engine's cache arguments for a GPU (see `plan_cache`).
+    """Return max_batch_size and kv_cache_gib for a GPU (see `plan_cache`).
 
     Args:
         config: settings of the engine.
-        of_sequence: bytes of the longest sequence.
+        of_sequence: cache size of the longest sequence in bytes.
         free: bytes of GPU memory that are free.
         total: bytes of GPU memory.
-        reserved: bytes that this process needs for other things.
-        least: bytes that the cache must have at least.
+        reserved: bytes that this process needs for other purposes than the cache.
+        least: smallest cache size to accept, in bytes.
 
     Raises:
-        ValueError: `least` bytes do not fit.
+        ValueError: no cache size is configured, and less than `least` bytes are left.
     """
     gib = config.kv_cache_gib
     if gib is None:

@@ -1,11 +1,11 @@
-"""Compute one token for each decoding sequence, and the first token of each prompt.
+"""Compute one token for each decoding sequence, and the first token after each prompt.
 
     slots ─ newest tokens ─┬─ layer by layer: DecodeAttention over the cache ─ hidden states ─┬─► draw ─► slots
                            └─ packed: one call for all layers ─ logits ───────────────────────┘
 
-The engine runs decode steps one by one, or `graphs.py` captures a step once and replays it. The
-packed model runs several steps in one call, draws included, if no request uses filters, penalties
-or top logprobs.
+The engine runs decode steps one by one, or `graphs.py` captures a step once and replays it. A small
+model on a CPU uses repacked weights (`packed_model.py`): one call runs several steps, draws
+included, if no request uses filters, penalties or top logprobs.
 """
 
 from dataclasses import replace
@@ -99,7 +99,7 @@ class Decoder:
     def draw_tokens(
         self, result_BD: Tensor, active_B: Tensor, kind: int, advance: bool, is_logits: bool = False
     ) -> Tensor | None:
-        """Draw a token for each of these slots, from hidden states or logits.
+        """Draw a token for each slot of `active_B`, from hidden states or logits.
 
         Args:
             result_BD: hidden states B x D, or logits B x V with `is_logits`.

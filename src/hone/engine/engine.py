@@ -98,13 +98,13 @@ class Engine:
 
         Args:
             model: model to sample from.
-            max_batch_size: most sequences that decode at once.
-            max_model_len: most tokens of a prompt and its completion; None: what the model and the
-                cache allow.
+            max_batch_size: largest number of sequences that decode at once.
+            max_model_len: largest number of tokens of a prompt and its completion; None: what the
+                model and the cache allow.
             kv_cache_gib: size of the KV cache in GiB.
-            prefill_tokens: most prompt tokens that are computed before decoding continues.
+            prefill_tokens: largest number of prompt tokens that are computed before decoding continues.
             version: policy version of the weights.
-            stand_in: let CUDA graphs of larger batches run smaller ones
+            stand_in: run a batch without a captured CUDA graph in the graph of a larger batch
                 (`kernels/cuda_graphs.py`); the last bits of results then depend on timing.
         """
         self.model = model
@@ -166,11 +166,11 @@ class Engine:
     # ------------------------------------------------------------------------------------------ requests
 
     def add(self, request: GenerateRequest, on_finish: Callable[[Completion], None]) -> Sequence:
-        """Queue a request. max_tokens is reduced to what fits.
+        """Queue a request; max_tokens is reduced to what the context length leaves.
 
-        `on_finish` is called with the completion. Raises ContextFull for a prompt that leaves no
-        room, and ValueError for an empty prompt, unknown token ids, or an adapter that is not
-        loaded.
+        `on_finish` is called with the completion. Raises ContextFull if the prompt alone fills the
+        context length, and ValueError for an empty prompt, unknown token ids, or an adapter that is
+        not loaded.
         """
         room = self.max_model_len - len(request.prompt_ids)
         if not request.prompt_ids:
@@ -280,8 +280,8 @@ class Engine:
     def load_adapter(self, name: str, directory: Path) -> None:
         """Load or replace a LoRA adapter in peft's format under a name that requests use.
 
-        Running requests of that name continue with the new weights. Raises ValueError if the
-        adapter does not fit, or if the model has one that is being trained.
+        Running requests that use this adapter continue with the new weights. Raises ValueError if
+        the adapter does not fit the model, or if the model already has an adapter in training.
         """
         if any(lora_modules(self.model)):
             raise ValueError(
@@ -300,7 +300,7 @@ class Engine:
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        """Discard captured graphs after tensors that they read were replaced."""
+        """Discard all captured CUDA graphs, because tensors that they read were replaced."""
         if self.captured is not None:
             self.captured.clear()
 
@@ -326,7 +326,9 @@ class Engine:
             self._run_decode()
 
     def _run_prefill(self, planned: Planned) -> None:
-        """Compute keys and values of these stretches, and the first token of each finished prompt."""
+        """Compute keys and values of the planned stretches; draw a token after each completed
+        prompt.
+        """
         leaders = []
         last = []
         end = -1
@@ -358,8 +360,8 @@ class Engine:
 
         Args:
             leaders: sequences whose own prompts were computed.
-            started: the leaders and their siblings.
-            result: hidden states B x D of the last prompt tokens, or their logits B x V.
+            started: the leaders and their siblings, which have the same prompts.
+            result: hidden states B x D of the last prompt tokens; with `is_logits`, their logits B x V.
             is_logits: True if `result` holds logits.
         """
         active_B = to_device([s.slot for s in started], self.device)
@@ -414,7 +416,9 @@ class Engine:
             self._process_results()
 
     def _next_turn(self) -> "_Turn":
-        """Return the facts about the decoding batch, and write its active slots to the device."""
+        """Return the `_Turn` of the current decoding batch, and write its active slots to the
+        device.
+        """
         slots = [s.slot for s in self.decoding] + [self.slots.count] * (
             self.max_batch_size - len(self.decoding)
         )
@@ -488,9 +492,9 @@ class Engine:
             )
 
     def _read_ahead(self, look: _Look) -> None:
-        """Copy tokens of running sequences to the host and cache their pages, before they end.
+        """Copy running sequences' tokens to the host and register their pages for prefix sharing.
 
-        This leaves less work for the end itself.
+        Less work then remains when the sequences end.
         """
         counts: list[int] = look.snapshot.on_host()[look.slots, column.COUNT].tolist()
         going = [(look.sequences[i], counts[i]) for i in look.running_indices(range(len(counts)))]
@@ -499,10 +503,10 @@ class Engine:
             self._remember_pages(sequence)
 
     def _read_tokens(self, wanted: Iterable[tuple[Sequence, int]], snapshot: Snapshot) -> None:
-        """Copy tokens of sequences to the host, unless they are there already.
+        """Copy generated tokens of sequences to the host, unless they are there already.
 
-        `wanted` holds (sequence, n): copy its first n tokens. Tokens after the snapshot are not
-        read.
+        `wanted` holds pairs (sequence, n), for the first n generated tokens of the sequence.
+        `snapshot` must be newer than these tokens.
         """
         behind = [(s, n) for s, n in wanted if len(s.ids) < n]
         if not behind:
@@ -530,7 +534,7 @@ class Engine:
             sequence.remembered = full
 
     def _finish_sequences(self, ended: list[tuple[Sequence, int, str]], snapshot: Snapshot) -> None:
-        """Finish decoding sequences, given as (sequence, number of tokens, finish reason)."""
+        """End sequences of the decoding batch, given as (sequence, token count, finish reason)."""
         self._read_tokens([(s, n) for s, n, _ in ended], snapshot)
         gone = {id(s) for s, _, _ in ended}
         self.decoding = [s for s in self.decoding if id(s) not in gone]

@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: one launch per step instead of up to 280.
 
-The host checks results only after several steps. Each graph is for a number of rows (padded with
-the spare slot), a kind of sampling, adapters or none, and a way to read the cache: with or without
-shared pages, with sequences whole or split into parts, with tile sizes for long or for short
-sequences. It is captured on first use.
+The host checks results only after several steps. A graph is captured on its first use, for a number
+of rows (decoding sequences, padded with an unused slot), a kind of sampling, adapters or none, and
+a way to read the cache: with or without shared pages, with sequences whole or split into parts,
+with tile sizes for long or for short sequences.
 
 A server's requests arrive one by one, so any number of rows may occur for a few steps. A graph with
 more rows is then used instead (except with shared pages), until its unused rows have cost as much
@@ -85,9 +85,9 @@ class DecodeGraphs:
     def set_batch(
         self, sequences: list[Sequence], kind: int, has_adapters: bool, step: int
     ) -> None:
-        """Set the sequences that decode from now on, and choose how they read the cache.
+        """Set the sequences that decode from now on, and choose how attention reads the cache.
 
-        The best way to read the cache depends on lengths, so call it again at step `looks_again`.
+        The best choice depends on sequence lengths, so call this again at step `looks_again`.
 
         Args:
             sequences: the sequences in the active slots, in order.
@@ -116,7 +116,7 @@ class DecodeGraphs:
             self._write_plan(self.key, plan, sequences)
 
     def run_steps(self, steps: int) -> Tensor | None:
-        """Run `steps` decode steps; return the logits of the last if the kind needs them."""
+        """Run `steps` decode steps; return the last step's logits if the sampling kind needs them."""
         assert self.key is not None
         logits: Tensor | None = self.captured.replay(self._choose_graph(self.key, steps), steps)
         return logits
@@ -186,9 +186,10 @@ class DecodeGraphs:
         return parts == 0 and longest > LONG_SEQUENCE_TOKENS and matters_length(*shape)
 
     def _choose_parts(self, rows: int, mean: float) -> int:
-        """Return the number of parts into which attention splits each sequence; 0 for no split.
+        """Return into how many parts attention splits each sequence; 0 for no split.
 
-        With few sequences, parts occupy multiprocessors that would be idle.
+        With few sequences, parts occupy multiprocessors that would be idle. `mean` is the mean
+        length.
         """
         if numerics.keeps_order("attention"):
             return 0
@@ -196,7 +197,9 @@ class DecodeGraphs:
         return next((parts for parts in PARTS if parts <= most), 0)
 
     def shared_by(self, key: Key) -> Shared | None:
-        """Return the buffers for shared pages of graphs with this key, None if it has none."""
+        """Return the buffers that graphs with this key use for shared pages; None if they share
+        none.
+        """
         from hone.kernels.gpu.decode import Shared
 
         if not key.stretches:
@@ -215,9 +218,7 @@ class DecodeGraphs:
         return self.shared[key.stretches, key.parts]
 
     def rows_by(self, key: Key) -> DecodeRows:
-        """Return the slot states and page table that attention kernels read in graphs with this
-        key.
-        """
+        """Return the slot states and page table that attention reads in graphs with this key."""
         from hone.kernels.gpu.decode_attention import Divided
 
         slots = self.slots
@@ -252,7 +253,7 @@ class DecodeGraphs:
         self.slots.state[slots, column.OWN_PAGE] = to_device(own, device)
 
     def capture_graph(self, key: Key) -> None:
-        """Capture the graph of this key, while no window of steps is running."""
+        """Capture the graph of this key; its rows use the spare slot, so that no sequence changes."""
         # Local names, to avoid a reference cycle through the graph.
         slots = self.slots
         decoder = self.decoder

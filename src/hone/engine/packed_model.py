@@ -1,6 +1,7 @@
-"""A small model on the CPU: one compiled call for all layers, over packed weights.
+"""A small model on the CPU: one compiled call for all layers, over repacked weights.
 
-The kernel is `kernels/cpu/whole_model.py`. Its reference is `Transformer` with DecodeAttention and
+The weights are packed into panels for the matrix products of the kernel,
+`kernels/cpu/whole_model.py`. The reference is `Transformer` with DecodeAttention and
 PrefillAttention, which all other models use.
 """
 
@@ -62,8 +63,8 @@ class Quickest:
 class PackedModel:
     """A model with packed copies of its weights.
 
-    They are packed again if torch's version counters show an in-place change, or if `is_stale` is
-    set.
+    The weights are packed again if torch's version counters show an in-place change, or if
+    `is_stale` is set.
     """
 
     def __init__(self, model: Transformer, cache: KVCache) -> None:
@@ -145,7 +146,7 @@ class PackedModel:
     def prefill_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
         """Return logits of the tokens `kept` (indices over all stretches), and update the cache.
 
-        No stretch may depend on what another one computes.
+        No stretch may read keys or values that another stretch of this call computes.
         """
         lengths = np.array([s.end - s.start for s in stretches])
         ends = np.cumsum(lengths)
@@ -178,12 +179,15 @@ class PackedModel:
     ) -> Tensor:
         """Run the compiled kernel and return logits, `count` x V.
 
+        If `steps` is 0, compute logits of the given tokens. Otherwise run up to `steps` decode
+        steps; `tokens` is then scratch memory, and `count` is 0.
+
         Args:
-            tokens: one row of COLUMNS numbers per token; scratch memory if `steps` > 0.
-            firsts: index of the first row of each task, and the end of the last.
+            tokens: one row of COLUMNS numbers per token.
+            firsts: index of the first row (or active sequence) of each task, and the end of the last task.
             table: page table.
             count: number of rows with logits.
-            steps: decode steps to run; 0: compute logits.
+            steps: decode steps to run.
             drawing: arguments of `whole_model.run` after `steps`.
         """
         self._follow_weights()
@@ -263,9 +267,9 @@ class PackedModel:
 
 
 def _task_bounds(B: int) -> NDArray[np.int64]:
-    """Return the first row of each task, and the end of the last.
+    """Divide B rows into tasks of similar size; return each task's first row, then B.
 
-    B rows are divided into tasks of similar size, the same number of tasks for each thread.
+    Each thread gets about the same number of tasks.
     """
     threads = torch.get_num_threads()
     ROWS = load_layer_kernels().ROWS
@@ -275,7 +279,7 @@ def _task_bounds(B: int) -> NDArray[np.int64]:
 
 
 def load_layer_kernels() -> Any:
-    """Import the compiled kernels, which takes a second."""
+    """Return the module of compiled whole-model kernels; its first import takes a second."""
     from hone.kernels.cpu import whole_model
 
     return whole_model

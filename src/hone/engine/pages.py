@@ -1,9 +1,9 @@
 """Page allocation of the KV cache: reference counts, prefix sharing and reuse.
 
 A page holds the keys and values of PAGE consecutive tokens. A full page is found by its tokens and
-the page before it, so that requests with the same prefix share it. Unused pages are kept until room
-is needed; the least recently used are evicted first. Pages are never shared between adapters or
-versions of the weights (`forget_prefixes`).
+the page before it, so that requests with the same prefix share it. Pages without users stay cached
+until no free page is left; the least recently used are evicted first. Pages are never shared
+between adapters or versions of the weights (`forget_prefixes`).
 """
 
 from collections import OrderedDict

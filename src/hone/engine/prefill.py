@@ -3,11 +3,11 @@
     stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
                                           └─ as one CUDA graph ───┘
 
-A stretch is a range of tokens of one prompt (a chunk, in chunked prefill). The host needs as long
-to launch the kernels of a pass as an H200 needs to compute about 4,000 tokens of a 0.6B model. So
-on a GPU a pass over whole prompts is captured as a graph when its rounded shape occurs for the
-second time. If the graph of a larger pass exists, it is used instead until its padding has cost as
-much as launching.
+A stretch is a range of tokens of one prompt (a chunk, in chunked prefill). To launch the kernels of
+a pass one by one, the host needs as long as an H200 needs to compute about 4,000 tokens of a 0.6B
+model. So on a GPU a pass over whole prompts is captured as a graph when its rounded shape occurs
+for the second time. If the graph of a larger pass exists, that graph is used instead until its
+padding has cost as much as launching one pass.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,10 @@ class Prefill:
         self.seen: set[Shape] = set()
 
     def run_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
-        """Compute keys and values of the stretches; return hidden states of the rows `kept`."""
+        """Compute keys and values of the stretches; return hidden states of the tokens `kept`.
+
+        `kept` holds token indices over all stretches, concatenated.
+        """
         size = self.cache.pool.size
         lengths = [s.end - s.start for s in stretches]
         before = [s.start for s in stretches]
@@ -223,10 +226,10 @@ def _token_places(
 
 
 class PrefillAttention:
-    """Attention of prompt stretches laid end to end; it also writes keys and values to the cache.
+    """Attention of concatenated prompt stretches; it also writes keys and values to the cache.
 
-    `mix(q, k, v, keys, values)` computes the outputs; `q`, `k` and `v` are those of the stretches,
-    `keys` and `values` all cells of a layer, cells x K x E.
+    `mix(q, k, v, keys, values)` computes the outputs. `q`, `k` and `v` belong to the tokens of the
+    stretches; `keys` and `values` are all cache cells of a layer, cells x K x E.
     """
 
     def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:

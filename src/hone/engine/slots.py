@@ -1,7 +1,8 @@
 """Device state of running sequences: one slot each, from admission to the end.
 
-Slots do not move; `active` lists those that decode. A step reads and writes them on the device
-only, so that several steps run before the host looks (`kernels/row_state.py` defines the columns).
+A sequence keeps its slot; `active` lists the slots that decode. Decode steps read and write slots
+on the device only, so that several steps run before the host reads results (`kernels/row_state.py`
+defines the columns).
 """
 
 import math
@@ -31,12 +32,12 @@ PARAMETERS = attrgetter(
 
 
 class Slots:
-    """State of `count` sequences and one spare slot that nobody reads.
+    """State of `count` sequences, and one spare slot for padding, whose results nobody reads.
 
     Args:
-        capacity: most generated tokens per sequence.
-        pages: most pages per sequence.
-        stops: stop tokens per sequence for which there is room (`widen_stops` makes more).
+        capacity: largest number of generated tokens per sequence.
+        pages: largest number of pages per sequence.
+        stops: initial number of stop tokens per sequence; `widen_stops` increases it.
     """
 
     def __init__(
@@ -100,7 +101,7 @@ class Slots:
         return Snapshot(state, arrival)
 
     def widen_stops(self, number: int) -> bool:
-        """Make room for `number` stop tokens per sequence; return True if the tensor was replaced."""
+        """Ensure space for `number` stop tokens per sequence; return True if `stops` was replaced."""
         if number <= self.stops.shape[1]:
             return False
         wider = torch.full((len(self.stops), 2 * number), -1, dtype=torch.int64, device=self.device)
@@ -151,9 +152,9 @@ class Snapshot(NamedTuple):
 
 
 def nine_digits(x: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Round float32 numbers to nine decimal digits, as float64.
+    """Round float32 numbers to nine significant decimal digits, as float64.
 
-    Converted back to float32 they are equal to the given numbers.
+    Converted back to float32, the results equal the given numbers.
     """
     exact = x.astype(np.float64)
     size = np.abs(exact)

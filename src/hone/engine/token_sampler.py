@@ -1,11 +1,12 @@
-"""Draw tokens with a counter-based generator: draw i of a request depends on (seed, i) alone.
+"""Draw tokens with a counter-based generator: random number i of a request depends on (seed, i)
+alone.
 
 So the same request gives the same tokens whatever else runs.
 
     logits ─ penalties, bias ─ top-k, top-p, min-p (one threshold each) ─► draw ─► token, stop test, bookkeeping
        └─────────────────────────────────────────────────────────────────► logprob of the token, log-softmax(logits / T)
 
-Most requests use neither penalties nor filters, and skip the middle.
+Most requests use neither penalties nor filters, and draw directly from the logits.
 """
 
 import numpy as np
@@ -53,14 +54,14 @@ def draw_tokens(
 ) -> None:
     """Draw a token for every active slot that is not done; store it and its logprob in the slot.
 
-    At temperature 0 (below 1e-5, where logits / T overflows) the most likely token is drawn.
-    Otherwise it is the first token whose cumulative probability exceeds the uniform number, among
-    the tokens whose logit is at least the threshold.
+    At temperature 0 (below 1e-5, where logits / T overflows) the most likely token is drawn. At
+    other temperatures, tokens with a logit below the threshold are left out, and the first token
+    whose cumulative probability exceeds the uniform random number is drawn.
 
     Args:
         logits_BV: logits to draw from, with penalties and bias.
         plain_BV: logits of the model, for the logprob at the slot's logprob temperature.
-        threshold_B: smallest logit of each row that may be drawn; None: any.
+        threshold_B: smallest logit that may be drawn, for each row; None: no limit.
         slots: state of the sequences.
         active_B: slot of each row.
         advance: True in a decode step, which has stored the keys of each slot's last token; False after prefill.
@@ -196,7 +197,9 @@ def filter_thresholds(logits_BV: Tensor, parameters: Tensor) -> Tensor:
 class TokenSampler:
     """Draw tokens for slots, and keep the counts that penalties need.
 
-    The kind of a batch (PLAIN, NOTED, FILTERED or PENALISED) says which features its requests use.
+    The kind of a batch is the last in this list that any request needs: PLAIN; NOTED: top logprobs;
+    FILTERED: top-k, top-p, min-p, min_tokens or raw logprobs; PENALISED: penalties, bias or token
+    masks.
     """
 
     PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but logits are wanted
@@ -277,7 +280,7 @@ class TokenSampler:
     def sample_hidden(
         self, hidden_BD: Tensor, weight_VD: Tensor, active_B: Tensor, advance: bool
     ) -> None:
-        """Draw tokens of kind PLAIN from hidden states on a GPU, without storing logits."""
+        """Draw tokens of a batch of kind PLAIN from hidden states on a GPU, without storing logits."""
         from hone.kernels.gpu import sampling
 
         slots = self.slots

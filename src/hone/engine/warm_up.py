@@ -22,9 +22,10 @@ SHORT_PROMPT_TOKENS = 16  # tokens per prompt for which such a graph has room
 
 @torch.no_grad()
 def compile_kernels(engine: Engine, sequences: int) -> None:
-    """Compile the kernels of an idle engine by running plain requests through it.
+    """Compile the kernels of an idle engine by dummy prefill passes and decode steps.
 
-    `sequences` is the largest number that will decode at once. Does nothing without GPU kernels.
+    Only kernels for requests without filters, penalties or adapters are compiled. `sequences` is
+    the largest number that will decode at once. Does nothing without GPU kernels.
     """
     graphs = engine.graphs
     slots = engine.slots
@@ -58,9 +59,11 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
 
 @torch.no_grad()
 def capture_graphs(engine: Engine) -> None:
-    """Capture graphs of plain requests that smaller batches and prefill passes can use too.
+    """Capture CUDA graphs of decode steps and prefill passes in several sizes.
 
-    Call it after `compile_kernels`, once kernels are compiled. Does nothing without GPU kernels.
+    The graphs are for requests without filters, penalties or adapters; smaller batches and passes
+    can use them, padded. Call this after `compile_kernels`, once kernels are compiled. Does nothing
+    without GPU kernels.
     """
     if engine.graphs is not None:
         for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):

@@ -1,4 +1,4 @@
-"""Environments: tasks with a reward, written with the names of verifiers' v0 protocol.
+"""Environments (tasks with rewards), with the class and function names of verifiers' v0 API.
 
     import hone.environments as vf
 
@@ -9,8 +9,8 @@
         rubric=vf.Rubric(funcs=[…]),
     )
 
-v0's methods that run an environment (`rollout`, `generate`, `evaluate`) are replaced by Hone's own
-interface: see `environment.py`.
+The v0 methods that run an environment (`rollout`, `generate`, `evaluate`) are replaced by the
+interface in `environment.py`.
 """
 
 import importlib
@@ -37,7 +37,7 @@ from hone.records import Example, Message
 
 
 def __getattr__(name: str) -> Any:
-    """Provide `vf.RLTrainer` and `vf.RLConfig`, where users of verifiers look for them."""
+    """Return RLTrainer or RLConfig of `hone`: verifiers exports both names from its package."""
     if name in ("RLTrainer", "RLConfig"):
         return getattr(importlib.import_module("hone"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

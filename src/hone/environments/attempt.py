@@ -1,7 +1,7 @@
-"""Run a rollout with retries; the last failure becomes a rollout that carries its error.
+"""Run a rollout with retries; if all tries fail, return a rollout that carries the last error.
 
-Training and evaluation count the same failures: an environment that raises or cancels itself, a
-timeout, a reward that is not a finite number.
+Training and evaluation count the same failures: an exception in the environment, an environment
+that cancels its own task, a timeout, a reward that is not a finite number.
 """
 
 import asyncio
@@ -25,14 +25,13 @@ async def attempt(
     failures: Counter[str] | None = None,
     needs_tokens: bool = False,
 ) -> Rollout:
-    """Run one rollout with retries; if every try fails, return one whose `error` says why.
+    """Run one rollout with retries; if all tries fail, return a rollout whose `error` says why.
 
     Args:
         timeout: seconds per try.
         retries: further tries after the first.
-        failures: counter of failed tries by cause.
-        needs_tokens: also fail rollouts without the ids of the sampled tokens, which cannot be
-            trained on.
+        failures: counter to which failed tries are added, by cause.
+        needs_tokens: also count a rollout without sampled token ids as failed, since it cannot be trained on.
     """
     error = ""
     for _ in range(1 + retries):
@@ -81,7 +80,7 @@ async def attempt(
 async def score_group_or_fail(
     environment: Environment, rollouts: list[Rollout], timeout: float | None = None
 ) -> None:
-    """Add the rewards of group functions; if one raises, all rollouts of the group fail."""
+    """Add the rewards of functions that score a whole group; if one raises, the group fails."""
     if not environment.has_group_rewards:
         return
     try:

@@ -1,4 +1,4 @@
-"""Call users' functions with the arguments that they name, sync or async, within a timeout."""
+"""Call users' functions (sync or async), within a timeout, with the arguments that they name."""
 
 import asyncio
 import inspect

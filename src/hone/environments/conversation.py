@@ -1,8 +1,8 @@
-"""Model client of one rollout: prompts extend the token ids of earlier turns.
+"""Model client of one rollout: prompts begin with the token ids of earlier turns.
 
     turn 1: messages ─► prompt ids, completion ids
-    turn 2: messages that begin with those of turn 1 and its answer
-            ─► prompt ids: ids of turn 1, then the chat template's text after them
+    turn 2: messages that begin with the messages and the answer of turn 1
+            ─► prompt ids: all ids of turn 1, then those of the chat template's text after them
 
 Each turn has its own seed.
 """
@@ -15,7 +15,7 @@ from hone.records import Message, Prompt, Sampling, Tool, Turn, other_seed
 
 
 class TokenClient(Protocol):
-    """A client that can continue from the token ids of earlier turns."""
+    """Interface of a model client whose prompts can begin with token ids of earlier turns."""
 
     async def chat(self, prompt: Prompt, sampling: Sampling) -> Turn: ...
 
@@ -43,7 +43,7 @@ class Conversation:
         return turn
 
     def _build_prompt(self, messages: list[Message], tools: list[Tool] | None) -> Prompt:
-        """Build a prompt with the ids of the longest earlier turn that these messages continue."""
+        """Build a prompt; reuse the token ids of the longest turn with which `messages` begins."""
         found = Prompt(messages, tools, template_arguments=self.template_arguments)
         for asked, turn in self.turns:
             n = len(asked)

@@ -33,12 +33,12 @@ HARMLESS = {  # arguments of v0 that Hone configures elsewhere
 
 
 class ModelClient(Protocol):
-    """The interface of a model that environments use."""
+    """Interface through which environments request answers from a model."""
 
     async def chat(
         self, messages: list[Message], sampling: Sampling, tools: list[Tool] | None = None
     ) -> Turn:
-        """Request an answer. Raises ContextFull if the conversation leaves no room for one."""
+        """Request an answer. Raises ContextFull if `messages` fill the context length."""
         ...
 
 
@@ -55,16 +55,16 @@ class Environment(ABC):
     """Base class of environments.
 
     Args:
-        dataset: training rows: a Hugging Face data set, a list of rows, or a function that returns
-            one of these.
+        dataset: training rows: a Hugging Face data set, a list of rows, or a function that returns one of these.
         eval_dataset: evaluation rows, in the same form.
         system_prompt: put before prompts that have no system message.
         few_shot: messages put before the `question` of a row without `prompt`.
-        parser: extracts answers; by default the whole text.
+        parser: extracts the answer from a completion; by default the whole text.
         rubric: computes rewards; empty by default.
         call_timeout: seconds that an environment response, a tool or a reward function may take.
 
-    Raises ValueError for unknown arguments and for rows that are not examples.
+    Raises ValueError for unknown arguments, and for rows that have neither `prompt` nor `question`
+    or are malformed.
     """
 
     name = ""  # the id it was loaded by
@@ -108,7 +108,7 @@ class Environment(ABC):
         )
 
     def get_eval_dataset(self, n: int = -1, seed: int | None = None) -> list[Example]:
-        """Return the evaluation examples, or the training examples if there are no others.
+        """Return the evaluation examples, or the training examples if there is no evaluation data.
 
         `n` and `seed` are as in `get_dataset`.
         """
@@ -145,7 +145,7 @@ class Environment(ABC):
                 rollout.metrics |= metrics
 
     async def close(self) -> None:
-        """Release what the environment has started."""
+        """Release resources that the environment has started, such as processes."""
         return None
 
     def add_rubric(self, rubric: Rubric) -> None:
@@ -232,9 +232,9 @@ class Environment(ABC):
 
 
 def _checked_prompt(prompt: Any, index: int) -> list[Message]:
-    """Return a prompt's messages without keys whose value is None.
+    """Return the messages of a row's prompt without keys whose value is None.
 
-    Raises ValueError if it is not a list of messages with roles.
+    Raises ValueError, which names row `index`, if `prompt` is not a list of messages with roles.
     """
     if not isinstance(prompt, list) or not all(
         isinstance(one, dict) and one.get("role") for one in prompt

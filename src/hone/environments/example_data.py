@@ -1,4 +1,4 @@
-"""Load data sets of the hub by the names of verifiers v0, as rows of `question` and `answer`."""
+"""Load Hugging Face data sets by verifiers v0's names, as rows of `question` and `answer`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -41,12 +41,12 @@ def load_example_dataset(
     """Load a data set, such as "gsm8k" or "math500", as a `datasets.Dataset`.
 
     Args:
-        name: a key of DATA.
-        split: split on the hub; each data set has a default.
-        n: number of rows to draw; None for all.
-        seed: seed of the draw.
+        name: gsm8k, math, math500, aime2024 or amc2023.
+        split: split on the Hugging Face Hub; each data set has a default.
+        n: number of rows to draw at random; None for all.
+        seed: seed of the random draw.
 
-    Raises ValueError for an unknown name and if the hub cannot be reached.
+    Raises ValueError for an unknown name and if the data set cannot be loaded from the hub.
     """
     if name not in DATA:
         raise ValueError(f"load_example_dataset: there is no {name!r}; there are {', '.join(DATA)}")

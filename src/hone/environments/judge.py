@@ -74,10 +74,10 @@ class JudgeRubric(Rubric):
         state: dict[str, Any] | None = None,
         **_: Any,
     ) -> str:
-        """Return the judge's answer.
+        """Return the judge's reply about the answer in `completion`, cached in `state` if given.
 
-        Raises ConnectionError if the judge cannot be reached, RuntimeError if it refuses the
-        request.
+        Raises ConnectionError if the judge cannot be reached, RuntimeError if its server answers
+        with an error.
         """
         asked = prompt if isinstance(prompt, str) else str(prompt[-1]["content"] if prompt else "")
         response = self.parser.parse_answer(completion)

@@ -37,7 +37,7 @@ class Parser:
         return answer
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:
-        """Return a reward function for the format. This parser accepts any format: always 1."""
+        """Return a reward function for the output format: always 1, since any text is accepted."""
 
         def format_reward(completion: Completion) -> float:
             return 1.0
@@ -164,11 +164,11 @@ class XMLParser(Parser):
         return [names[0] for names in self.fields]
 
     def format(self, **values: str) -> str:
-        """Return text with these field values, as a model would write it."""
+        """Return the text that a model would write for these field values (keyword arguments)."""
         return "\n".join(f"<{name}>\n{value}\n</{name}>" for name, value in values.items())
 
     def get_format_str(self) -> str:
-        """Return the format as text for a prompt."""
+        """Return the expected tags as text to insert into a prompt."""
         return "\n".join(f"<{'|'.join(names)}>\n...\n</{'|'.join(names)}>" for names in self.fields)
 
     def get_format_reward_func(self) -> Callable[[Completion], float]:

@@ -88,7 +88,7 @@ def described_environments() -> list[tuple[str, str, str, str]]:
 
 
 def installed_environments() -> list[str]:
-    """Return the names of installed distributions with environments."""
+    """Return the names of the installed environments, sorted."""
     return sorted({name for name, *_ in described_environments()})
 
 
@@ -107,8 +107,8 @@ def load_environments(
 ) -> dict[str, Environment]:
     """Load the environments of a run; return them by their configured names.
 
-    `template_arguments` are the model's arguments of the chat template; an environment's own
-    arguments override them.
+    `template_arguments` are the chat template arguments configured for the model; those configured
+    for an environment override them.
     """
     environments: dict[str, Environment] = {}
     for env in wanted:

@@ -1,4 +1,4 @@
-"""Convert rollouts to JSON rows and back, the same in training and evaluation."""
+"""Convert rollouts to JSON rows and back, in one format for training and evaluation."""
 
 from typing import Any
 

@@ -39,15 +39,15 @@ class RewardError(ValueError):
 class Rubric:
     """Weighted sum of reward functions; each value is also a metric, by the function's name.
 
-    A function names as parameters what it needs of prompt, completion, answer, state, info, task,
-    parser and the names given to `add_class_object` (`**kwargs` receives all of them). It returns a
-    float and may be async. A function with a parameter in the plural (completions, states, …) is a
-    group function: it receives lists over all rollouts of an example and returns a list of floats.
-    A function of weight 0 is only a metric.
+    The parameters of a function select its arguments: prompt, completion, answer, state, info,
+    task, parser, and names registered with `add_class_object` (`**kwargs` receives all of them). A
+    function returns a float and may be async. A function with a required parameter in the plural
+    (completions, states, …) is a group function: it receives lists over all rollouts of an example
+    and returns a list of floats. A function of weight 0 is only a metric.
 
-    A function that raises or returns no finite number fails its rollout, which is then retried.
-    With `on_error` "zero" it counts as 0 instead, and the metric `reward_raised` counts such
-    functions. In both cases the failure is logged once.
+    A function that raises or returns no finite number fails its rollout, which is then retried. If
+    `on_error` is "zero", the function counts as 0 instead, and the metric `reward_raised` counts
+    the functions that failed. In both cases the failure is logged once.
     """
 
     on_error = "fail"
@@ -80,7 +80,7 @@ class Rubric:
         self.add_reward_func(func, weight)
 
     def add_class_object(self, name: str, value: Any) -> None:
-        """Make `value` available to functions under this name."""
+        """Pass `value` to reward functions that have a parameter called `name`."""
         self.class_objects[name] = value
 
     @property
@@ -107,10 +107,10 @@ class Rubric:
     async def score(
         self, timeout: float | None = None, **available: Any
     ) -> tuple[float, dict[str, float]]:
-        """Return the reward and function values of one rollout.
+        """Return the reward of one rollout, and the value of each function by name.
 
-        `timeout` is in seconds per call; other keywords are the available arguments. Raises
-        RewardError.
+        `timeout` is in seconds per call; other keywords are the values that functions can receive.
+        Raises RewardError.
         """
         available = {"parser": self.parser, **available, **self.class_objects}
         if self._has_parser:  # otherwise the environment's parser
@@ -125,11 +125,11 @@ class Rubric:
     async def score_group(
         self, available: Sequence[dict[str, Any]], timeout: float | None = None
     ) -> list[tuple[float, dict[str, float]]]:
-        """Return, for each rollout of a group, the reward and values of the group functions.
+        """Return each rollout's reward from group functions, and the functions' values.
 
         Args:
-            available: the available arguments of each rollout.
-            timeout: seconds per call.
+            available: for each rollout of the group, the values that functions can receive.
+            timeout: seconds per function call.
 
         Raises RewardError.
         """

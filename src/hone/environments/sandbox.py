@@ -3,8 +3,9 @@
     run(code) ─► unshare ─► sandbox_keeper.py ─► session        (own process namespace, network and files)
 
 Namespaces, resource limits and a system call filter isolate a session; it can start threads but no
-processes. `Sandbox.start` raises SandboxError on machines that lack these. Answers report what was
-killed or truncated, and the next call works.
+processes. `Sandbox.start` raises SandboxError on machines without namespaces. If a session is
+killed or its output is truncated, the text that `run` returns says so, and the next call works, in
+a new session if necessary.
 """
 
 import asyncio

@@ -85,9 +85,9 @@ def enter_root(root, readable, disk):
     """Change to a new root directory with read-only `readable` paths and an empty home.
 
     Args:
-        root: directory to mount it at.
+        root: directory at which the new root is mounted.
         readable: paths that the session may read.
-        disk: bytes of the home directory, which is in memory.
+        disk: maximal size in bytes of the home directory, which is in memory.
     """
     mount("none", "/", None, MS_REC | MS_PRIVATE)
     mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -116,7 +116,7 @@ def enter_root(root, readable, disk):
 
 
 def mount_home(path, disk):
-    """Mount an empty folder in memory; both its bytes and its number of files are limited."""
+    """Mount an empty tmpfs at `path`, limited to `disk` bytes and MAX_FILES files."""
     mount(
         "tmpfs", path, "tmpfs", MS_NOSUID | MS_NODEV, f"size={disk},nr_inodes={MAX_FILES},mode=777"
     )

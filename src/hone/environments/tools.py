@@ -20,10 +20,10 @@ ToolFunction = Callable[..., Any]
 
 
 def schema_of(function: ToolFunction, skip: Sequence[str] = ()) -> Tool:
-    """Describe a function as an OpenAI tool, with texts from its Google-style docstring.
+    """Return the OpenAI tool schema of a function, with texts from its Google-style docstring.
 
-    Parameters named in `skip` are left out. Raises ValueError for annotations that cannot be read
-    and for reserved parameter names.
+    Parameters named in `skip` are left out. Raises ValueError if the annotations cannot be
+    resolved, and for reserved parameter names (`model_config` and names that begin with "_").
     """
     text, of_parameters = _parse_docstring(inspect.getdoc(_unwrap_partial(function)) or "")
     try:
@@ -219,10 +219,11 @@ class ToolEnv(MultiTurnEnv):
 
 
 class StatefulToolEnv(ToolEnv):
-    """Tools with arguments that come from the rollout's state and are hidden from the model.
+    """ToolEnv whose tools have arguments that the model does not see or set.
 
-    `add_tool(tool, args_to_skip=["path"])` hides an argument. Override `update_tool_args(tool_name,
-    tool_args, messages, state)` to return the arguments with the hidden ones added.
+    `add_tool(tool, args_to_skip=["path"])` hides the argument `path` of a tool. Override
+    `update_tool_args(tool_name, tool_args, messages, state)` to return the model's arguments
+    together with the hidden ones, for example from the rollout's state.
     """
 
     def update_tool_args(

@@ -287,7 +287,7 @@ def flatten_extra_body(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_template(fields: dict[str, Any], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return request fields with these arguments of the chat template added."""
+    """Return request fields with `arguments` added to the arguments of the chat template."""
     return (
         fields | {"chat_template_kwargs": {**fields.get("chat_template_kwargs", {}), **arguments}}
         if arguments

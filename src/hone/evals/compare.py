@@ -12,7 +12,10 @@ from hone.evals.results import Folder
 
 
 def compare_results(a: Path, b: Path) -> int:
-    """Print rewards and metrics paired by example. Raises ValueError if nothing is comparable."""
+    """Print the rewards and metrics of two result folders, paired by example.
+
+    Raises ValueError if the folders cannot be compared.
+    """
     one = by_example(a)
     other = by_example(b)
     table = Table(title=f"A {a}\nB {b}", box=None, pad_edge=False, title_justify="left")

@@ -20,6 +20,8 @@ from hone.records import Example, Rollout, Sampling
 class RolloutPlan:
     """How to run the rollouts of an evaluation.
 
+    Rollout k of example i has the number i * per_example + k.
+
     Attributes:
         per_example: number of rollouts of each example.
         sampling: sampling parameters; the seed of each rollout is derived from `sampling.seed`.
@@ -27,7 +29,7 @@ class RolloutPlan:
         retries: further attempts at a rollout that failed.
         max_in_flight: maximum number of concurrent rollouts; None for no limit.
         finished: finished rollouts by number; an example is skipped if all its rollouts are finished.
-        on_rollout: called with the number and the rollout when one has finished.
+        on_rollout: called with number and rollout, once all rollouts of the example are scored.
         gives_up: called before each rollout; if it returns True, the rollout is not run.
     """
 
@@ -95,7 +97,7 @@ async def attempt_rollouts(
 
 
 def mean_scores(rollouts: list[Rollout]) -> dict[str, float]:
-    """Return mean reward and metrics of rollouts that did not fail, and the number that did."""
+    """Return mean reward and metrics of the successful rollouts, and the number of failed ones."""
     scored = [r for r in rollouts if not r.error]
     reward = {"reward": float(np.mean([r.reward for r in scored]))} if scored else {}
     return metric_means(scored) | reward | {"failed": len(rollouts) - len(scored)}

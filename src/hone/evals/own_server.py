@@ -39,13 +39,14 @@ def endpoint_for(
     registry: str,
     chat_template: str | None = None,
 ) -> Iterator[Endpoint]:
-    """Context manager that yields the endpoint of an existing server, or of a new one.
+    """Context manager that yields the endpoint of an existing server, or of one that it starts.
 
-    An existing server is given by `base_url` or by an entry of the registry. The registry's default
-    entry is not used if the model can be loaded here and its server does not have the model or
-    `chat_template` is given; a new server is then started. For a hub id, this holds only if the
-    default server is on this machine. Raises ValueError if there is no server and none can be
-    started, or if `chat_template` is given for an existing server.
+    An existing server is given by `base_url`, by the registry's entry `model`, or else by the
+    registry's default entry. If the model can be loaded here, a new server is started in two cases:
+    no server is given, or only the default entry applies and either its server does not serve the
+    model or `chat_template` is given. But for a hub id, a default server on another machine is
+    always used. Raises ValueError if no server is given and none can be started, or if
+    `chat_template` is given for an existing server.
     """
     found = None
     path = Path(model).expanduser()
@@ -98,9 +99,10 @@ def _is_serving(endpoint: Endpoint) -> bool:
 
 @contextlib.contextmanager
 def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoint]:
-    """Context manager: a server process for a model, or for an adapter and its base model.
+    """Context manager that starts a server for a model or an adapter, and yields its endpoint.
 
-    Raises ValueError with the server's message if it does not start.
+    For an adapter, the server loads the base model too. Raises ValueError with the server's message
+    if it does not start.
     """
     words = ["--model.name", model]
     name = model

@@ -63,9 +63,9 @@ class Difference:
 
 
 def paired_difference(a: dict[str, float], b: dict[str, float]) -> Difference:
-    """Compare two evaluations, given as value by example, on the examples that both have.
+    """Compare two evaluations, given as {example: value}, on the examples that both have.
 
-    Raises ValueError if there are none.
+    Raises ValueError if they have no example in common.
     """
     both = sorted(a.keys() & b.keys())
     if not both:

@@ -107,9 +107,9 @@ class Folder:
         return found
 
     def read_known(self, settings: dict[str, Any]) -> dict[int, Rollout]:
-        """Return the finished rollouts by number, without those that failed.
+        """Return the successful rollouts of the folder, by number.
 
-        Raises ValueError if the settings differ.
+        Raises ValueError if `settings` differ from those of the folder.
         """
         for key in SAME:
             if self.settings.get(key) != settings[key]:

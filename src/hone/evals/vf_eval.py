@@ -1,6 +1,7 @@
 """`vf-eval`: evaluate a served model on an environment, with standard errors.
 
-    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; saved as they come with -s
+    examples x rollouts ─► env.rollout(HttpClient) ─► rewards, metrics ─► printed; with -s, rollouts
+    saved as they finish
 
 Exits with 1 when too many rollouts failed (--fail-above).
 """
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_evaluation(args: argparse.Namespace) -> dict[str, Any]:
-    """Evaluate, print and save; return the metadata."""
+    """Run one evaluation, print and save its results, and return their metadata."""
     with endpoint_for(
         args.model, args.api_base_url, args.api_key_var, args.endpoints_path, args.chat_template
     ) as endpoint:
@@ -149,8 +150,8 @@ def choose_folder(
 ) -> tuple[Folder | None, dict[int, Rollout]]:
     """Return the result folder (None if nothing is saved) and its finished rollouts by number.
 
-    Raises ValueError if there is nothing to resume, or if a folder for new results already has
-    some.
+    Raises ValueError if there is nothing to resume, or if the folder for a new evaluation already
+    holds results.
     """
     if args.resume is None:
         is_saved = args.save_results or args.output_dir is not None

@@ -1,17 +1,17 @@
 """HTTP routes of the server: the OpenAI API on top of a sampler (Hone's engine or vLLM).
 
     GET  /health                        200 once the model is loaded; the only route without a key
-    GET  /v1/models, /v1/models/NAME    the model, under the name it was given, and its adapters
-    POST /v1/chat/completions           a conversation; whole or streamed, ends when the client hangs up
+    GET  /v1/models, /v1/models/NAME    the served model and its adapters, by the names that requests use
+    POST /v1/chat/completions           chat completions, whole or streamed; aborted if the client disconnects
     POST /v1/chat/completions/tokens    the same with the token ids of the prompt as `tokens`
-    POST /v1/completions                texts or token ids
+    POST /v1/completions                completions of texts or of token ids
     POST /v1/responses                  a conversation in the format of OpenAI's Responses API, text only
     POST /tokenize, /detokenize
     GET  /metrics                       for Prometheus
     GET  /openapi.json                  the routes and their bodies
     and the control routes of inference/control.py
 
-Every refusal is a 4xx with a message in the OpenAI error form.
+A refused request is answered with a 4xx status and an error body in OpenAI's format.
 """
 
 import asyncio
@@ -43,7 +43,8 @@ MAX_OPEN_RESPONSES = 8192
 def build_app(served: Served, api_key: str | None = None, client_key: str | None = None) -> FastAPI:
     """Build the FastAPI app with all routes.
 
-    `api_key` opens all routes, `client_key` all but those that control the server.
+    `api_key` is accepted on all routes, `client_key` on all but those that control the server.
+    Without `api_key`, no route requires a key.
     """
     app = FastAPI(
         title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json"
@@ -108,7 +109,7 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
 class KeyGuard:
     """Middleware that requires an API key as a bearer token, except for /health.
 
-    The client's key does not open the routes that control the server.
+    `api_key` is accepted on all routes, `client_key` on all but those that control the server.
     """
 
     def __init__(self, app: ASGIApp, api_key: str, client_key: str | None = None) -> None:
@@ -137,13 +138,13 @@ class KeyGuard:
 
 
 class PageGuard:
-    """Middleware that stops web pages in a local browser from using a server without an API key.
+    """Middleware for a server without an API key: refuse requests of foreign web pages.
 
-    A page can send requests to this machine. It can also read the answers if its own domain
-    resolves to 127.0.0.1 (DNS rebinding). So on loopback the Host header must be an IP address,
-    localhost or the machine's name. On every address, a request other than GET must not come from a
-    page of another machine, and its body must be declared as JSON, which a page cannot do without a
-    preflight request.
+    A web page can make a browser on this machine send requests to the server. It can also read the
+    answers if the page's own domain resolves to 127.0.0.1 (DNS rebinding). So on loopback the Host
+    header must be an IP address, localhost or the machine's name. On every address, a request other
+    than GET must not come from a page of another machine, and its body must be declared as JSON,
+    which a page cannot do without a preflight request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -178,8 +179,9 @@ class PageGuard:
         return ""
 
     def _is_known(self, scope: Scope, host: str) -> bool:
-        """Return False for a loopback request to a host name that DNS rebinding may have redirected
-        here.
+        """Return False if a request over loopback has an unknown domain name as `host`.
+
+        DNS rebinding may have made that name resolve to 127.0.0.1.
         """
         reached = (scope.get("server") or ("127.0.0.1",))[0]
         is_local = not is_address(reached) or ipaddress.ip_address(reached).is_loopback

@@ -24,9 +24,11 @@ POLL_SECONDS = 0.2  # seconds between checks that vLLM is alive
 
 
 def takes_vllm(config: InferenceConfig) -> bool:
-    """Return True if the backend is vLLM; `auto` decides by the configuration and the model.
+    """Return True if the server's backend is vLLM.
 
-    Raises ValueError if vLLM is chosen and exact numerics are requested.
+    With `config.backend` "auto", vLLM is used if the configuration needs it, or if Hone does not
+    support the model and vLLM is installed. Raises ValueError if exact numerics are requested with
+    vLLM.
     """
     is_wanted = config.backend == "vllm" or (config.backend == "auto" and config.needs_vllm)
     if is_wanted and config.model.numerics == "exact":
@@ -105,7 +107,7 @@ class Embedded:
 
 
 class Vllm:
-    """Backend that starts a vLLM process and serves it behind the same routes."""
+    """Backend that starts a vLLM process; Hone's HTTP routes forward their requests to vLLM."""
 
     def __init__(self, config: InferenceConfig) -> None:
         from hone.inference.samplers.vllm import VllmSampler
@@ -136,7 +138,7 @@ class Vllm:
         self.process.__exit__()
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Run the program. If vLLM ends first, exit this process with code BACKEND_LOST."""
+        """Run `program`, the HTTP server. If vLLM ends first, exit with code BACKEND_LOST."""
 
         async def run_both() -> None:
             await self.sampler.open()

@@ -19,10 +19,10 @@ class HungUp(Exception):
 
 
 class Listening:
-    """Context manager that raises HungUp in its task when the client disconnects.
+    """Context manager that raises HungUp in the current task when the client disconnects.
 
-    It cancels the task and turns the cancellation into HungUp. After the body, the only message a
-    connection can receive is the disconnect.
+    Enter it after the request body has been read: the next message that arrives is then the
+    disconnect. It cancels the task, and on exit turns the cancellation into HungUp.
     """
 
     def __init__(self, connection: Request) -> None:

@@ -3,18 +3,19 @@
     POST /pause?mode=keep|wait|abort     stop computing; running requests continue after /resume (keep), finish first
                                          (wait), or end now with the tokens they have (abort)
     POST /update_weights                 {"weight_dir": DIR, "version": N, "model_name": NAME?, "transport": {…}?}:
-                                         load a version between two steps of the engine, from the files in weight_dir
-                                         or as `transport`, the sender's message, describes
+                                         load a version of the weights between two steps of the engine, from the files
+                                         in weight_dir or over the transport that `transport` describes
                                          (transport/weight_transport.py); 409 if the trainer has a later version
     POST /resume                         continue computing
-    GET  /version                        version, checksum, device, dtype, model, completions so far, is_paused; with
-                                         ?each=true also the fingerprint of each weight
-    POST /progress                       {"known": {NAME: N}}: number of running requests, of waiting ones, and of those
-                                         that lack a slot or cache pages (without_room); and the tokens of each named
-                                         request after its first N
+    GET  /version                        version, checksum, device, dtype, model, number of completions so far,
+                                         is_paused; with ?each=true also the fingerprint of each weight
+    POST /progress                       {"known": {NAME: N}}: numbers of running requests, of waiting requests, and of
+                                         waiting requests that lack a slot or KV cache pages (without_room); and for
+                                         each named request, its tokens after the first N
     POST /score                          {"ids": […] or a list of such lists, "temperature": 1.0}: logprobs of every
                                          token after the first
-    POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}, in peft's format; again to replace it
+    POST /v1/load_lora_adapter           {"lora_name": NAME, "lora_path": DIR}: load or replace an adapter, in peft's
+                                         format
     POST /v1/unload_lora_adapter         {"lora_name": NAME}
 
 If the server has an API key, these routes require it; otherwise they only answer requests from this
@@ -82,7 +83,7 @@ class Ids(BaseModel):
 
 
 async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; answer 400 or 409 if it is refused."""
+    """Await `work`; answer 400 if it raises ValueError, 409 if it raises Superseded."""
     try:
         return await work
     except ValueError as error:
@@ -94,8 +95,8 @@ async def unless_refused(work: Coroutine[Any, Any, T]) -> T:
 def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     """Add the control routes.
 
-    Unless `is_guarded` (every route requires a key already), they refuse requests that do not come
-    from this machine.
+    If `is_guarded`, every route already requires an API key. Otherwise the control routes refuse
+    requests that do not come from this machine.
     """
     sampler = served.sampler
 
@@ -146,7 +147,8 @@ def add_control(app: FastAPI, served: Served, is_guarded: bool) -> None:
     async def progress(body: Known) -> dict[str, Any]:
         """Report running and waiting requests, and new tokens of named requests.
 
-        `known` maps NAME/I to the number of tokens that the client has.
+        `known` maps NAME/I to the number of tokens that the client already has of completion I of
+        the request named NAME.
         """
         return await sampler.report_progress(body.known)
 

@@ -354,7 +354,10 @@ class Apart:
             os._exit(BACKEND_LOST)
 
     def run(self, program: Coroutine[Any, Any, None]) -> None:
-        """Run the program. If the engine process ends first, exit with code BACKEND_LOST."""
+        """Run `program`, the HTTP server.
+
+        If the engine process ends first, exit with code BACKEND_LOST.
+        """
 
         async def run_both() -> None:
             await self.sampler.open(self.sock)
@@ -377,7 +380,7 @@ def collect_facts(sampler: Sampler) -> SamplerFacts:
 
 
 async def answer_calls(sock: socket.socket, sampler: "EmbeddedSampler") -> None:
-    """Execute the calls of a server until it is gone."""
+    """Execute the sampler calls that the server process sends; exit when that process is gone."""
     tasks: dict[int, asyncio.Task[None]] = {}
 
     async def generate_completion(data: bytes, has_form: bool) -> tuple[Completion, str]:

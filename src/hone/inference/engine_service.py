@@ -36,8 +36,9 @@ _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 class EngineService:
     """Asyncio interface of an engine.
 
-    `run_beside` runs the engine on the calling thread, and the asyncio program that uses it on
-    another. With `lockstep`, completions are delivered only when the engine is idle.
+    `run_beside` runs the engine on the calling thread, and the asyncio program that sends the
+    requests on a second thread. With `lockstep`, completions are delivered only when the engine is
+    idle.
     """
 
     def __init__(self, engine: Engine, lockstep: bool = False) -> None:
@@ -57,10 +58,11 @@ class EngineService:
         program: Coroutine[Any, Any, None],
         run_loop: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run,
     ) -> None:
-        """Run the engine on this thread for an asyncio program, until the program ends.
+        """Run the engine on the calling thread, and `program` on an event loop in another thread.
 
-        The program runs on an event loop in another thread; its exception is raised here. Call this
-        on the main thread. Ctrl-C cancels the program and is raised once it has cleaned up.
+        Returns when the program ends; raises the program's exception. Call this on the main thread:
+        Ctrl-C then cancels the program, and KeyboardInterrupt is raised once the program has
+        cleaned up. `run_loop` runs a coroutine as `asyncio.run` does.
         """
         outcome: list[BaseException] = []
         self._closing = False
@@ -97,7 +99,10 @@ class EngineService:
             raise outcome[0]
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion of a request. Cancelling aborts it. Raises ValueError if refused."""
+        """Return the completion of a request; cancelling the call aborts the request.
+
+        Raises ValueError if the engine refuses the request.
+        """
         future: asyncio.Future[Completion] = self._loop.create_future()
         sequences: list[Sequence] = []
 
@@ -235,7 +240,7 @@ def _deliver_results(done: list[_Done]) -> None:
 
 
 class LocalClient:
-    """TokenClient of environments for the engine in this process."""
+    """Client with which environments sample from the engine in this process."""
 
     def __init__(self, service: EngineService, tokenizer: Tokenizer) -> None:
         self.service = service

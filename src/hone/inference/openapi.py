@@ -1,4 +1,4 @@
-"""OpenAPI description at `GET /openapi.json`, including routes that read their bodies by hand."""
+"""OpenAPI description at `GET /openapi.json`, including routes that parse bodies without FastAPI."""
 
 from typing import Any
 

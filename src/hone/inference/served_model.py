@@ -59,12 +59,12 @@ class Served:
     async def update_weights(
         self, delivered: Path, version: int, name: str | None, message: Message
     ) -> dict[str, Any]:
-        """Load a version's weights, and the tokenizer delivered with it if that has changed.
+        """Load a version of the weights, and the tokenizer delivered with them if its file is new.
 
         Args:
             delivered: directory with at least the model's config.json.
             version: number of the version.
-            name: new name of the model; None keeps it.
+            name: new name of the model; None keeps the name.
             message: the sender's message, which says how the weights are sent.
 
         Returns the new state. Raises ValueError if the weights cannot be loaded.

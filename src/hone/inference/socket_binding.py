@@ -30,7 +30,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def describe_port_holder(port: int) -> str:
-    """Return which process listens on a port: " by process 42 (python -m …)", "" if unknown."""
+    """Return which process listens on a port, as " by process 42 (python -m …)"; "" if unknown."""
     sockets = {f"socket:[{inode}]" for inode in find_listening_sockets(port)}
     for folder in Path("/proc").glob("[0-9]*") if sockets else ():
         try:

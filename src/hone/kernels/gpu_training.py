@@ -1,12 +1,13 @@
-"""Fused steps of a training block on a GPU, whose gradients keep little and recompute the rest.
+"""Fused operations of a transformer block in training on a GPU; backward recomputes most
+activations.
 
     x ─ add, norm, linear ─► qkv ─ heads, flash attention ─► mixed ─ linear ─►       norm_linear, heads_attention
       ─ add, norm, linear ─► gate_up ─ swiglu, linear ─►                             norm_linear, swiglu_linear
 
-Kept between forward and backward are the normed sums, qkv, attention's output, and gate_up: 28 KiB
-per token and layer at Qwen3-0.6B's shape, where keeping all would take 44. The gradient kernels
-recompute the rest. Implemented in `kernels/gpu/training_kernels.py` and `attention.py`; tests
-compare with `tests/twins.py`.
+Kept between forward and backward are the sums x + delta, qkv, attention's output, and gate_up: 28
+KiB per token and layer at Qwen3-0.6B's shape, instead of 44 KiB for all activations. The backward
+kernels recompute the rest. Implemented in `kernels/gpu/training_kernels.py` and `attention.py`;
+tests compare with `tests/twins.py`.
 """
 
 from collections.abc import Sequence
@@ -65,7 +66,7 @@ def swiglu_linear(
     b_OR: Tensor | None = None,
     whole_OF: Tensor | None = None,
 ) -> Tensor:
-    """Return silu(gate) * up, projected: T x O."""
+    """Project silu(gate) * up to T x O; a, b and `whole` are as in `norm_linear`."""
     out: Tensor = _SwiGLULinear.apply(gate_up_T2F, weight_OF, bias_O, a_RF, b_OR, whole_OF)  # type: ignore[no-untyped-call]
     return out
 
@@ -81,10 +82,11 @@ def heads_attention(
     eps: float,
     H: int,
 ) -> Tensor:
-    """Return causal attention of a fused projection over sequences with prefixes.
+    """Return causal attention outputs, T x (H * E), of a QKV projection.
 
     The projection has N = H + 2K heads. Queries and keys are normalized if there are scales, and
-    rotated by cos and sin, P x E, at their positions. `tiles` are those of the sequences
+    rotated by the rows `positions_T` of `table`, which holds cos and sin, each P x E. `tiles`
+    divides the sequences, which may continue prefixes, for the kernels
     (`kernels/gpu/attention.py`).
     """
     inputs = (qkv_TNE, q_scale_E, k_scale_E, *table, positions_T, tiles, eps, H)
@@ -140,7 +142,10 @@ class _LowRankLinear:
         h: Tensor | None,
         of_h: Tensor | None,
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of W, b, A and B, None for those that are not needed."""
+        """Return the gradients of W, b, A and B; None where `needs` is False.
+
+        h: A x, or None to compute it here; of_h: the gradient of A x.
+        """
         if h is None and self.a is not None and needs[3] and x is not None:
             h = x @ self.a.t()
         return (

@@ -2,12 +2,12 @@
 
     hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ─► loss ─► gradients of the chunk      (head_loss)
 
-    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps three numbers per row
+    hidden_ND ─ chunk of rows ─► logits (fp32) ─► logprob, entropy ──┐  forward keeps no logits
                      └───────── recomputed ─► softmax ─► gradients ◄─┘  backward                     (head_logprobs)
 
-The logits of 32,768 tokens over 152k words would take 19 GiB, their gradients as much again. If the
-loss of a chunk does not depend on other chunks, its gradients are computed together with its
-logits. Otherwise logits are computed twice.
+The logits of 32,768 tokens over a vocabulary of 152k would take 19 GiB, their gradients as much
+again. If the loss of a chunk does not depend on other chunks, its gradients are computed together
+with its logits. Otherwise logits are computed twice.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ def head_loss(
     loss: Loss,
     entropy_gradient: bool = False,
 ) -> Tensor:
-    """Return the sum of `loss(part, logprobs, entropies)` over slices of the targets.
+    """Return the sum of `loss(part, logprobs, entropies)` over slices `part` of the targets.
 
     The loss must itself be a sum over targets, so that the result does not depend on the slices.
     """
@@ -75,7 +75,7 @@ def _keeps_logits(hidden: Tensor, weight: Tensor) -> bool:
 
 
 class _Chunk:
-    """The logits of a slice of rows, and what is computed from them."""
+    """Logits of a slice of rows, with their log-sum-exps, target logprobs and entropies."""
 
     def __init__(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
@@ -102,7 +102,11 @@ class _Chunk:
     def add_gradients(
         self, grad: Tensor, grad_entropy: Tensor | None, of_hidden: Tensor, of_weight: Tensor | None
     ) -> None:
-        """Write the hidden states' gradient and add the weight's; the logits may be overwritten."""
+        """Write the hidden states' gradient to `of_hidden`; add the weight's gradient to
+        `of_weight`.
+
+        The logits may be overwritten.
+        """
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
 

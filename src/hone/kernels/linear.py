@@ -20,7 +20,7 @@ WAVE = 128 * 128
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Project T x I to T x O."""
+    """Return x W^T + b, T x O."""
     if is_ordered(x_TI):
         out_TO: Tensor = _Ordered.apply(x_TI, weight_OI)  # type: ignore[no-untyped-call]
         return out_TO if bias_O is None else out_TO + bias_O
@@ -58,9 +58,10 @@ def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) 
 def few_linear(
     normed: gpu.Scaled, weight_OI: Tensor, bias_O: Tensor | None, is_swiglu: bool = False
 ) -> Tensor:
-    """Project a normalized x to T x O; with `is_swiglu`, return silu(gate) * up of it.
+    """Return x W^T + b, T x O, of a normalized x.
 
-    Only for inputs that `gpu.is_few` accepts.
+    With `is_swiglu`, return silu(gate) * up of the two halves, T x O / 2. Only for inputs that
+    `gpu.is_few` accepts.
     """
     from hone.kernels.gpu import few_row_products
 
@@ -75,9 +76,9 @@ def few_linear_onto(
     norm_O: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, gpu.Scaled | None]:
-    """Return stream + x W^T + b, and its norm (`Scaled`) if a norm's weight is given.
+    """Return stream + x W^T + b, and its unfinished norm (`gpu.Scaled`) with weight `norm_O`.
 
-    Only for inputs that `gpu.is_few` accepts.
+    If `norm_O` is None, no norm is returned. Only for inputs that `gpu.is_few` accepts.
     """
     from hone.kernels.gpu import few_row_products
 
@@ -87,7 +88,7 @@ def few_linear_onto(
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """Return logits T x V in at least fp32, without gradient.
 
-    Half-precision products keep their fp32 sums.
+    On a GPU, half-precision inputs give the fp32 sums of the matrix product, unrounded.
     """
     if is_ordered(hidden_TD):
         return ordered(hidden_TD, weight_VD, torch.float32)
@@ -109,7 +110,7 @@ def half_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -
 
 
 def is_ordered(x_TI: Tensor) -> bool:
-    """Return True if exact numerics require that this product sums in one fixed order."""
+    """Return True if exact numerics require matrix products with x to sum in one fixed order."""
     return (
         numerics.keeps_order("products")
         and gpu.IS_AVAILABLE

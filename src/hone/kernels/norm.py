@@ -12,7 +12,7 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, the new residual stream, and its RMS norm.
 
-    Without a delta the sum is x itself. delta: T x D, or parts S x T x D of it.
+    delta is T x D, or S x T x D, S parts to be summed. If it is None, the sum is x itself.
     """
     if gpu.takes(x_TD):
         from hone.kernels.gpu import row_kernels

@@ -23,8 +23,8 @@ def norm_rope(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return q T x H x E, k and v T x K x E of a fused projection with N = H + 2K heads.
 
-    q and k are normalized over E and scaled, if there are scales, and rotated to their positions; v
-    is unchanged. `sin`'s first half is negated.
+    With scales, q and k are normalized over E and scaled. They are then rotated to their positions;
+    v is unchanged. The caller passes `sin_T1E` with its first half negated.
     """
     K = (qkv_TNE.shape[1] - H) // 2
     if q_scale_E is None or k_scale_E is None:

@@ -1,11 +1,11 @@
 """Process-wide choice of numerics: fast, or exact (the same bits in every batch).
 
     fast     the fastest for the batch size: split inner dimensions, tiles by length, fused draws
-    exact    one order everywhere, so that sampler and trainer have the same bits
+    exact    one order of summation everywhere, so that sampler and trainer compute the same bits
 
 This applies to GPU kernels. With exact numerics, torch computes the matrix products whose result
-fills the GPU, since it then sums each number in one piece, from first to last. Smaller ones use a
-kernel that sums in the same order (`benchmarks/kernels/order.py`).
+fills the GPU, since it then sums each number in one piece, from first to last. Products with a
+smaller result use a kernel that sums in the same order (`benchmarks/kernels/order.py`).
 """
 
 PARTS = frozenset(("products", "norms", "attention", "head"))
@@ -24,7 +24,9 @@ def use(name: str, but: str = "") -> None:
 
 
 def keeps_order(part: str) -> bool:
-    """Return True if `part`, one of PARTS, must be computed in the one exact order."""
+    """Return True if the operations `part`, one of PARTS, must sum in the fixed order of exact
+    numerics.
+    """
     return part in _kept
 
 

@@ -31,10 +31,10 @@ class _Pages(mmap.mmap):
 
 
 def reachable_zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return a CPU tensor of zeros, with at least one element, in pinned memory.
+    """Return a CPU tensor of zeros in pinned memory; `shape` has at least one element.
 
     torch's own pinned memory would round each tensor up to a power of two. Raises ValueError if
-    memory is short.
+    CUDA cannot pin the memory.
     """
     size = shape.numel() * dtype.itemsize
     pages = _Pages(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,7 +67,7 @@ def touch(memory: Tensor) -> None:
 def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor]]:
     """Context manager that provides tensors on a device and copies changes back at the end.
 
-    Tensors that are already there are yielded themselves.
+    Tensors that are already on the device are yielded without a copy.
     """
     there = [tensor.to(device) for tensor in tensors]
     yield there
@@ -79,8 +79,8 @@ def brought(tensors: list[Tensor], device: torch.device) -> Iterator[list[Tensor
 def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Event | None]":
     """Start to copy tensors to the host; return the copies and an event to wait for.
 
-    The copies have the values after the work launched so far. On a CPU, return the tensors
-    themselves and None.
+    The copies hold the tensors' values after all GPU work launched before this call. For CPU
+    tensors, return the tensors without a copy, and None.
     """
     if tensors[0].device.type == "cpu":
         return tensors, None
@@ -91,7 +91,7 @@ def started_to_host(tensors: list[Tensor]) -> "tuple[list[Tensor], torch.cuda.Ev
 
 
 def to_device(values: Any, device: torch.device) -> Tensor:
-    """Return values (int64, or an array's type) on the device, without synchronizing."""
+    """Copy values to the device without synchronizing: a list as int64, an array in its own type."""
     host = torch.from_numpy(
         values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     )

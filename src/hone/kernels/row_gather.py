@@ -1,6 +1,6 @@
 """Gather and scatter rows by an index without repeats.
 
-Both gradients are therefore plain copies, not accumulations.
+The gradient of either operation is therefore a plain copy of rows, without accumulation.
 """
 
 import torch
@@ -14,7 +14,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
-    """Return zeros of `rows` rows with x at `index`, which has no repeats."""
+    """Scatter the rows of x into zeros with `rows` rows, at positions `index` (no duplicates)."""
     out: Tensor = _Put.apply(x, index, rows)  # type: ignore[no-untyped-call]
     return out
 

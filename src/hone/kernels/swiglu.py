@@ -20,7 +20,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Return `swiglu` of a projection: T x I to T x F."""
+    """Return silu(gate) * up, T x F, of the projection x W^T + b, T x 2F."""
     if gpu.is_short(x_TI, weight_OI) and not is_ordered(x_TI):
         from hone.kernels.gpu import products
 

@@ -3,12 +3,12 @@
     for each step:   collect (sample, score)  ─►  train on the batch  ─►  the weights are version N  ─►  save, log
                      event loop + compute thread   compute thread         the engine reads the same storage
 
-A weight update copies nothing except merged adapters. Training is on-policy: step N trains on
-rollouts sampled by version N-1. The compute thread writes rollouts to disk after it has launched
-the forward and backward passes on the GPU; writing them on another thread would delay the launches.
-If no evaluation, weights or checkpoint are due after the step, the requests of the next step are
-then submitted too, before the trainer's metrics are read, so that the engine can start as soon as
-the training step ends.
+A training step changes the sampler's weights in place; only weights with a LoRA adapter are merged
+into copies. Training is on-policy: step N trains on rollouts sampled by version N-1. The compute
+thread writes rollouts to disk after it has launched the forward and backward passes on the GPU;
+writing them on another thread would delay the launches. If no evaluation, weights or checkpoint are
+due after the step, it then also has the requests of the next step submitted, before the trainer's
+metrics are read, so that the engine can start as soon as the training step ends.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ def main(
 
 
 class SharedPolicy:
-    """A policy sink whose engine samples from the weights of the model in training."""
+    """Receiver of policy versions (PolicySink); its engine samples from the weights in training."""
 
     def __init__(self, config: RLConfig, loaded: Loaded, trainer: PolicyTrainer) -> None:
         limit = loaded.model.spec.max_position_embeddings
@@ -215,7 +215,7 @@ async def run_in_process(
     environments: Environments,
     events: Events,
 ) -> None:
-    """Set up the orchestrator and take the steps of the run, on the event loop."""
+    """Set up the orchestrator and run all training steps, on this event loop."""
     config: RLConfig = session.config
     tokenizer = session.loaded.tokenizer
     client = LocalClient(service, tokenizer)

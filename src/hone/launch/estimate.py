@@ -20,10 +20,11 @@ HUB_TIMEOUT_SECONDS = 5.0
 
 
 def memory_lines(config: Config) -> list[str]:
-    """Return a line of estimated memory for training and one for sampling, where they apply.
+    """Return lines of text that estimate the memory of training and of sampling.
 
-    If the model's config.json is not found, the only line says so. Raises ValueError if
-    it cannot be read.
+    A part that `config` does not run has no line. If the model's config.json is neither here nor
+    available from the hub, or if vLLM runs the model, the only line says so. Raises ValueError if
+    config.json cannot be read.
     """
     found = _find_model(config)
     if isinstance(found, str):
@@ -109,7 +110,7 @@ def _sampling_lines(config: Config, spec: "ModelSpec", kind: str, itemsize: int)
 def _estimate_training(
     config: Config, spec: ModelSpec, itemsize: int
 ) -> tuple[int, Estimate] | None:
-    """Return the tokens of a micro-batch and the memory of a step, None if nothing is trained."""
+    """Return a micro-batch's tokens and a step's estimated memory, or None without training."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
         tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def call_each() -> None:
-    """Call every kernel with arguments of the types used in practice."""
+    """Call every CPU kernel with argument types used in practice, to record what to compile."""
     import torch
 
     from hone.engine.cache import KVCache

@@ -60,9 +60,10 @@ def main(argv: list[str]) -> int:
 
 
 def setup_workspace(place: Path, vf_rl: bool, prime_rl: bool, installs: bool) -> int:
-    """Set up a workspace, printing a line per part. Returns an exit code.
+    """Write the files of a workspace into `place`; return an exit code.
 
-    Raises ValueError if something cannot be written.
+    `vf_rl` and `prime_rl` add configurations for these commands, `installs` adds Hone to the
+    project. Prints each action. Raises ValueError if a file cannot be written.
     """
     if place == Path.home():
         raise ValueError(
@@ -156,13 +157,13 @@ def list_templates(wanted: list[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def environment_sources() -> Path:
-    """Return the directory with the environments' sources, in the package or the checkout."""
+    """Return the directory of the workspace environments' sources, in package or checkout."""
     packaged = TEMPLATES / "environments"
     return packaged if (packaged / SIX[0]).is_dir() else Path(__file__).parents[3] / "environments"
 
 
 def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str]]:
-    """Write missing files; return how many, and the existing files that differ and were kept."""
+    """Write files missing in `place`; return their number, and the existing files that differ."""
     written = 0
     kept = []
     for name, content in files.items():
@@ -178,7 +179,10 @@ def write_templates(files: dict[str, bytes], place: Path) -> tuple[int, list[str
 
 
 def install_project(place: Path) -> int:
-    """Add Hone, as installed here, and the environments to the project. Returns uv's exit code."""
+    """Add this Hone version and the environments to the project in `place`.
+
+    Returns uv's exit code, 0 without uv.
+    """
     uv = find_uv()
     version = importlib.metadata.version("hone-rl")
     if uv is None:

@@ -54,7 +54,7 @@ class Found:
 
 
 def main(config: ProbeConfig) -> None:
-    """Run the probe. Raises ValueError if exact numerics were requested and a bit differs."""
+    """Run the probe. Raises ValueError if `model.numerics` is "exact" and any logprob differs."""
     model = load_configured(config.model, config.seed).model
     if config.lora is not None:
         add_lora(model, config.lora, config.seed)
@@ -116,7 +116,10 @@ def compare_logprobs(
 def sample_waves(
     engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random
 ) -> Waves:
-    """Sample in waves: new prompts, groups of one prompt, and continued conversations."""
+    """Sample `count` completions in batches of several sizes.
+
+    Prompts are new, repeated (as in a group) or continued, at random by `draw`.
+    """
     done: Waves = []
     vocabulary = range(engine.sampler.vocab_size)
     last = list[list[int]]()
@@ -146,7 +149,7 @@ def sample_waves(
 
 
 async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
-    """Sample from a server in waves: single chats, groups, and continued ones."""
+    """Sample from a server in batches of several sizes: new, repeated and continued chats."""
     draw = random.Random(config.seed)
     done = Waves()
     (client,) = connect_clients(ClientConfig(base_url=[url]), config.model.name)
@@ -193,7 +196,7 @@ def user_message(text: str) -> Message:
 
 
 def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
-    """Return each rollout's logprobs, in micro-batches of several sizes, as training computes them."""
+    """Compute each completion's logprobs as training does, in micro-batches of several sizes."""
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
     lengths = [len(x) for x in ids]
@@ -231,10 +234,10 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 
 
 def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
-    """Return the first layer where hidden states of decoded tokens differ, "" if none does.
+    """Return the first layer whose hidden states differ between sampler and trainer, or "".
 
-    Each rollout is decoded alone. The part of the layer is added if the sampler returns attention
-    and feed-forward results separately.
+    Each rollout is decoded alone, and only its decoded tokens are compared. The name includes
+    "attention" or "feed-forward" if the sampler returns the results of both parts separately.
     """
     first: tuple[int, str] | None = None
     for prompt, own, _ in rollouts:
@@ -312,7 +315,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 @contextmanager
 def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
-    """Context manager that records each block's outputs: the stream, and its pending delta."""
+    """Context manager: record each block's output (residual stream, update not yet added to it)."""
     found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
     hooks = [
         block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))

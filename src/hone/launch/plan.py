@@ -82,8 +82,8 @@ def uses_processes(config: RLConfig, gpus: int | None = None) -> bool:
 def plan_components(config: RLConfig) -> list[Component]:
     """Return the run's components on this machine, in starting order.
 
-    Raises ValueError for GPUs that cannot be divided and for a server that would be open to
-    everybody.
+    Raises ValueError if GPUs cannot be divided equally among the servers, or if a server would be
+    reachable from other machines without a key.
     """
     key = config.inference and (config.inference.api_key or own_key())
     # In the environment, since written configurations have no secrets.
@@ -167,7 +167,7 @@ def format_placement(config: RLConfig, gpus: int, node: str = "this machine") ->
 
 
 def component_configs(config: RLConfig, has_key: bool) -> dict[str, Any]:
-    """Return each process's configuration. `has_key`: the server requires a key."""
+    """Return each component's configuration by name. `has_key`: the servers require an API key."""
     common = config.model_dump(
         include={
             "model",
@@ -211,9 +211,9 @@ def _reachable_host(inference: ServeConfig) -> str:
 def _server_configs(
     config: RLConfig, inference: ServeConfig, has_key: bool
 ) -> dict[str, InferenceConfig]:
-    """Return the servers' configurations by name.
+    """Return the configurations of the inference servers by name.
 
-    Raises ValueError if their address requires a key and none is set.
+    Raises ValueError if other machines can reach the servers and `has_key` is False.
     """
     server = inference.server
     if (config.inference_nodes or server.host not in (*EVERYWHERE, *LOOPBACK)) and not has_key:
@@ -238,7 +238,7 @@ def names_of_servers(config: RLConfig) -> list[str]:
 
 
 def gpus_of_servers(config: RLConfig) -> dict[str, list[int]]:
-    """Return the GPUs of each server, divided equally. Raises ValueError if they cannot be."""
+    """Return each inference server's GPUs. Raises ValueError if they cannot be divided equally."""
     ids = config.inference_gpu_ids
     names = names_of_servers(config)
     beside = len(names) // max(1, len(config.inference_nodes))  # servers per node

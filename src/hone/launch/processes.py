@@ -102,9 +102,10 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
-    """Raise ValueError if keys that must not change on resume differ from configs/rl.toml.
+    """Raise ValueError if `config` changes keys that a run resumed from `source` must keep.
 
-    The trainer's checkpoints record only the trainer's configuration.
+    The keys are compared with the run's configs/rl.toml, since trainer checkpoints record only the
+    trainer's configuration.
     """
     try:
         before = load_config(RLConfig, ["@", str(source.parent.parent / "configs" / "rl.toml")])
@@ -114,7 +115,10 @@ def refuse_other_rollouts(source: Path, config: RLConfig) -> None:
 
 
 async def require_servers(config: RLConfig) -> None:
-    """Raise ConnectionError, with what to do, unless every server answers and accepts the key."""
+    """Require that every configured server answers and accepts the API key.
+
+    Raises ConnectionError, or ValueError for a refused key, with what to do.
+    """
     for client in connect_clients(config.orchestrator.client, config.model.name):
         async with client:
             try:
@@ -127,7 +131,7 @@ async def require_servers(config: RLConfig) -> None:
 
 
 class Child:
-    """A component's process, and its report."""
+    """Process of a component, and its report file (`process_report.py`)."""
 
     def __init__(self, part: Component, config: Path, logs: Path) -> None:
         self.name = part.name
@@ -184,7 +188,7 @@ class Child:
         return 128 - code if self.is_elsewhere and code is not None and code > 128 else code
 
     def is_killed_server(self) -> bool:
-        """Return True for a server that was killed or has lost its backend."""
+        """Return True for a server that was killed, or ended because its engine process died."""
         code = self.exit_code()
         return self.is_server and code is not None and (code < 0 or code == BACKEND_LOST)
 
@@ -225,10 +229,11 @@ def on_node(node: str) -> list[str]:
 
 
 def watch_children(children: list[Child], follower: Follower) -> None:
-    """Return when orchestrator and trainer have succeeded, or the follower stops the run.
+    """Return when orchestrator and trainer have succeeded, or a callback stops the run.
 
-    Inference that is killed is restarted: the orchestrator loads the current weights before it
-    sends requests. Raises ValueError with the cause if a component fails.
+    An inference server that is killed is restarted; the orchestrator loads the current weights into
+    the server before it sends requests. Raises ValueError with the cause if a component fails,
+    Preempted if the trainer was preempted.
     """
     kills: deque[float] = deque(maxlen=MAX_KILLS)
     trainers = [child for child in children if child.is_trainer]

@@ -66,7 +66,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _shell_code(code: int) -> int:
-    """Return a Popen exit code as shells report it: 128 + the signal's number."""
+    """Convert a nonzero Popen exit code to the shell's: -N, for signal N, becomes 128 + N."""
     return code if code > 0 else 128 - code
 
 

@@ -44,13 +44,13 @@ class RLTrainer:
     Args:
         model: a directory in Hugging Face format, or a hub id.
         env: an environment, or its id.
-        args: the keys of `[trainer.args]`.
-        env_args: arguments of the environment.
-        inference: flags of the sampler, as in `[inference.args]`.
+        args: training arguments, the same as in section `[trainer.args]` of a `vf-rl` file.
+        env_args: arguments of the environment, if `env` is an id.
+        inference: flags of the sampler, the same as in section `[inference.args]` of a `vf-rl` file.
         callbacks: functions called after each step as `callback(step, row)`, where `row` is the
-            step's row of metrics.jsonl. If one returns False, training stops. A run in one process
-            first saves this step as its last; a run in several processes stops at once and keeps
-            the checkpoints written so far.
+            step's row of metrics.jsonl. If a callback returns False, training stops. A run in one
+            process first saves this step as its last; a run in several processes stops at once and
+            keeps the checkpoints written so far.
 
     Raises ValueError for invalid combinations.
     """
@@ -90,11 +90,11 @@ class RLTrainer:
         return trainer
 
     def train(self, resume: bool | str = False, clean: bool = False) -> list[dict[str, Any]]:
-        """Train to the end and return the history.
+        """Train until the last step; return the rows of metrics.jsonl of the training steps.
 
         Args:
-            resume: True resumes the run from its newest checkpoint; "auto" does so if there is one;
-                a checkpoint's path resumes from that one.
+            resume: True resumes the run from its newest checkpoint; "auto" does the same if there
+                is a checkpoint; a path resumes from the checkpoint at that path.
             clean: remove an earlier run first.
         """
         machine.prepare_environment()
@@ -154,7 +154,7 @@ def _print_line(text: str) -> None:
 
 
 class Console(Events):
-    """Print a run as RLTrainer does, and call the callbacks."""
+    """Print the progress of a run as verifiers' RLTrainer does, and call the user's callbacks."""
 
     def __init__(self, config: VfRLConfig, run: RLConfig, callbacks: list[Callback]) -> None:
         self.config = config

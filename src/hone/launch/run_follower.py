@@ -31,8 +31,8 @@ class Follower:
     def follow_once(self, has_ended: bool = False) -> bool:
         """Report new events. Return False if a listener stops the run.
 
-        If `has_ended`, the run's processes have succeeded, and a new run id is theirs even without
-        a heartbeat.
+        `has_ended` says that the run's processes have succeeded; a new run id on disk then belongs
+        to them even if the trainer's heartbeat has stopped.
         """
         if not self.is_there:
             self.is_there = self.run.id_on_disk() != self.before and (
@@ -60,7 +60,7 @@ class Follower:
         return goes_on
 
     def _new_rows(self) -> list[dict[str, Any]]:
-        """Return the complete lines that were added since the last call."""
+        """Return the rows added to metrics.jsonl since the last call, complete lines only."""
         try:
             with self.run.metrics.open("rb") as file:
                 file.seek(self.read)

@@ -46,7 +46,7 @@ def run_rl(
 
 @contextlib.contextmanager
 def dashboard_over(config: RLConfig) -> Iterator[None]:
-    """Run the dashboard in a process of its own, if requested."""
+    """Context manager: run the dashboard in a child process if `config.dashboard` is set."""
     if not config.dashboard:
         yield
         return

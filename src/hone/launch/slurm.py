@@ -215,7 +215,10 @@ def _print_sbatch_test(script: Path, given: list[str]) -> None:
 
 
 def _submit_chain(script: Path, given: list[str], count: int, directory: Path) -> None:
-    """Submit a script `count` times, each job after the one before. Raises ValueError."""
+    """Submit a script as `count` jobs, each of which waits for the end of the job before.
+
+    `given` are sbatch arguments. Raises ValueError if sbatch fails.
+    """
     if not shutil.which("sbatch"):
         raise ValueError(
             f"there is no sbatch here; {script} is written and can be submitted where there is one"
@@ -252,7 +255,7 @@ def nodes_of(args: argparse.Namespace) -> list[int]:
 
 
 def on_nodes(config: RLConfig, nodes: list[int]) -> RLConfig:
-    """Return the configuration with placeholders instead of the job's node names."""
+    """Return the configuration with placeholder node names, to show the plan before the job."""
     if len(nodes) == 1:
         return config
     train, infer = (
@@ -342,7 +345,7 @@ def _quote_word(value: Any) -> str:
 def sbatch_options(
     args: argparse.Namespace, gpus: int, nodes: int, directory: Path
 ) -> list[tuple[str, str]]:
-    """Return options of sbatch by name."""
+    """Return the sbatch options of a job, as (name, value) pairs."""
     log = str(directory / "slurm").replace("%", "%%") + "/job_%j.log"
     found = [
         ("job-name", args.job_name or f"{Path(args.config).stem}-{args.command}"),

@@ -3,10 +3,11 @@
     peft directory ─ read_adapter ─► Adapter (A and B per HF linear)
                    ─ Adapters.load_adapter ─► one A and one B per fused weight
 
-All loaded adapters are concatenated: compute h = A_all x, set h to 0 where the token uses another
-adapter, then compute B_all h. For a few small adapters this costs two small matrix multiplications
-per weight. It has no branches, so a CUDA graph can capture it. The parts of a fused weight (q, k,
-v; gate, up) have separate adapters: B of one part is 0 in the rows of the others.
+All loaded adapters are concatenated: compute h = A_all x, set the entries of h to 0 that belong to
+adapters other than the token's, then compute B_all h. For a few small adapters this costs two small
+matrix multiplications per weight. The computation has no branches, so a CUDA graph can capture it.
+Each block of rows of a fused weight (q, k, v; gate, up) has its own A and B; its B is 0 in the rows
+of the other blocks.
 """
 
 import json
@@ -66,8 +67,8 @@ class Adapter:
     """LoRA factors of one adapter.
 
     Attributes:
-        weights: A (rank x inputs) and B (outputs x rank, scaled) by the name of the HF linear,
-            without `.weight`.
+        weights: by name of the HF linear layer (without `.weight`): A (rank x inputs) and B
+            (outputs x rank, already multiplied by the LoRA scale).
     """
 
     rank: int
@@ -75,7 +76,10 @@ class Adapter:
 
 
 def read_adapter(directory: Path) -> Adapter:
-    """Read an adapter in peft's format. Raises ValueError for missing or unsupported parts."""
+    """Read a LoRA adapter in peft's format.
+
+    Raises ValueError if files, factors or settings are missing or unsupported.
+    """
     config, tensors = read_files(directory)
     path = directory / "adapter_config.json"
     file = directory / "adapter_model.safetensors"
@@ -103,7 +107,7 @@ def read_adapter(directory: Path) -> Adapter:
 
 
 def scale_of(config: dict[str, Any]) -> float:
-    """Return the scale of B A, from an adapter_config.json."""
+    """Return the factor that multiplies B A, from the content of an adapter_config.json."""
     rank: int = config["r"]
     alpha: float = config.get("lora_alpha", PEFT_ALPHA)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
@@ -159,9 +163,9 @@ class Delta:
 class Adapters:
     """The loaded adapters of a model, by name.
 
-    `which` holds the adapter number of each token in the current forward pass. It maps a number of
-    tokens to a tensor of that length: one tensor for all tokens, one for those that the last block
-    keeps. It is empty if the pass uses no adapter.
+    `which` has the adapter numbers of the current forward pass, 0 for none, as a dict from number
+    of rows to a tensor with a number per row: one entry for all tokens, and one for the tokens that
+    the last block keeps. It is empty if the pass uses no adapter.
     """
 
     def __init__(self, model: Transformer) -> None:
@@ -171,7 +175,10 @@ class Adapters:
         self._next = 0
 
     def number_of(self, name: str | None) -> int:
-        """Return the number of an adapter, 0 for none. Raises ValueError if it is not loaded."""
+        """Return the number of the adapter with this name, 0 if `name` is None.
+
+        Raises ValueError if the adapter is not loaded.
+        """
         if name is None:
             return 0
         if name not in self.loaded:
@@ -205,11 +212,11 @@ class Adapters:
 
     @contextmanager
     def used_by(self, which_T: Tensor | None, keep_N: Tensor | None = None) -> Iterator[None]:
-        """Apply to each token its adapter, in forward passes inside this context manager.
+        """Apply each token's own adapter in the forward passes inside this context manager.
 
         Args:
             which_T: adapter number per token, 0 for none; None: no adapters.
-            keep_N: indices of the tokens that the last block keeps.
+            keep_N: indices of the tokens that the last block keeps; None: all tokens.
         """
         if which_T is not None:
             kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
@@ -229,7 +236,7 @@ class Adapters:
         return self.used_by(torch.full((count,), number, device=device) if number else None)
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return the HF linears with their numbers of outputs and inputs."""
+        """Return (outputs, inputs) of each linear that can have an adapter, by HF name."""
         parameters = dict(self.model.named_parameters())
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():

@@ -1,16 +1,18 @@
 """Causal attention over sequences laid end to end on the flat token axis T.
 
-A token attends to its own sequence up to itself, and to the prefix of the sequence, if it has one:
+A token attends to itself and the earlier tokens of its sequence, and to the prefix of the sequence,
+if there is one:
 
     packed            [sequence 0][sequence 1]…                                        training, whole prompts
     shared prompts    [prompt 0][completion 00][completion 01]…[prompt 1]…             training on groups
-    continued         keys: [before 0][newest 0][before 1]…, queries: [newest 0]…      the rest of a prompt
+    continued         keys: [before 0][newest 0][before 1]…, queries: [newest 0]…      prompts with cached prefixes
 
 A prompt that n samples of a group share is computed once.
 
 On a GPU in half precision, and on a CPU with the compiled kernels, attention works on the flat
 layout. Elsewhere, sequences of similar length are padded to one rectangle. Padding at most doubles
-the length of a sequence, plus 32 tokens, and never reaches the linear layers.
+the length of a sequence, plus 32 tokens; only attention uses it, the linear layers compute on the
+flat axis.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,8 +41,9 @@ if TYPE_CHECKING:
 class Rotation:
     """Rotary cos and sin tables of a forward pass.
 
-    The tables of all positions (P x E) always exist; the rows of the pass's tokens (T x 1 x E) only
-    if `positions_T` is given. Some kernels know the positions themselves.
+    `cos_PE` and `sin_PE` have a row for each of all P positions. `cos_T1E` and `sin_T1E` have a row
+    for each token and need `positions_T`, which may be None if the attention kernel computes with
+    positions of its own.
     """
 
     def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
@@ -75,7 +78,7 @@ class Heads:
     rotation: Rotation
 
     def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v, normalized and rotated."""
+        """Return q, k and v; q and k are normalized and then rotated."""
         turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
@@ -135,8 +138,8 @@ class FlatAttention:
 class PackedAttention(FlatAttention):
     """Causal attention of sequences with the given lengths.
 
-    Sequence i is a shared prompt if it has `completions[i]`: the lengths of completions that follow
-    it.
+    If `completions[i]` is given, sequence i is a prompt shared by completions that follow it and
+    have these lengths.
     """
 
     def __init__(
@@ -179,11 +182,11 @@ class PackedAttention(FlatAttention):
 
 
 class ContinuedAttention(FlatAttention):
-    """Causal attention of new tokens to themselves and to earlier tokens with given keys and
-    values.
+    """Causal attention of new tokens to themselves and to earlier tokens of the KV cache.
 
-    Sequence i has `lengths[i]` new tokens after `before[i]` earlier ones. Queries are laid end to
-    end; so are keys and values, within each sequence the earlier ones first. No gradient.
+    Sequence i has `lengths[i]` new tokens after `before[i]` earlier tokens. The queries of all
+    sequences are laid end to end. So are the keys and values; within a sequence, those of the
+    earlier tokens come first. No gradient.
     """
 
     def __init__(
@@ -210,9 +213,9 @@ def is_half_on_gpu(x: Tensor) -> bool:
 
 
 def keeps_order(q_THE: Tensor) -> bool:
-    """Return True if exact numerics require training's kernel for attention without gradients.
+    """Return True if inference must use training's attention kernel, for exact numerics.
 
-    False if gradients are enabled.
+    With exact numerics, inference and training give the same bits. False if gradients are enabled.
     """
     has_kernel = gpu.IS_AVAILABLE and is_half_on_gpu(q_THE) and gpu.trains_heads(q_THE.shape[2])
     return has_kernel and numerics.keeps_order("attention") and not torch.is_grad_enabled()
@@ -221,7 +224,10 @@ def keeps_order(q_THE: Tensor) -> bool:
 def flash_varlen(
     q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int
 ) -> Tensor:
-    """Run flash attention on the flat layout; the last query of a sequence sees all of its keys."""
+    """Run flash attention on the flat layout; the last query of a sequence sees all of its keys.
+
+    `of_q` and `of_k` are cumulative lengths.
+    """
     out: Tensor
     if torch.is_grad_enabled():
         from torch.nn.attention.varlen import varlen_attn
@@ -248,7 +254,7 @@ def flash_varlen(
 class _Bucket:
     """Sequences of similar length as a padded rectangle of B x C queries.
 
-    Each sees the P keys of its prefix, then C keys of its sequence.
+    A query sees the P keys of its sequence's prefix, then the sequence's own C keys, causally.
     """
 
     def __init__(self, rows: NDArray[np.int64], device: torch.device) -> None:
@@ -299,10 +305,10 @@ def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
 
 
 def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Divide sequences into buckets of similar length.
+    """Divide sequences (`Sequences.rows`) into buckets of similar length.
 
-    No sequence of a bucket is longer than twice its shortest plus 32 tokens. The same holds for
-    prefixes.
+    In a bucket, the longest sequence has at most twice the tokens of the shortest, plus 32. The
+    same holds for prefixes.
     """
     buckets: list[list[NDArray[np.int64]]] = []
     for row in sorted(rows[rows[:, 1] > 0], key=lambda row: (row[3] > 0, row[1], row[3])):

@@ -1,4 +1,4 @@
-"""Load and save models in Hugging Face format: the boundary where weight names change.
+"""Load and save models in Hugging Face format; convert between HF tensors and fused parameters.
 
 directory or hub id ─ config.json ─► ModelSpec ─► Transformer ◄─ *.safetensors (HF names, split)
 Transformer ─ unfuse ─► HF names ─► model.safetensors + config, tokenizer and template of the source
@@ -39,7 +39,7 @@ TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jin
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
-    """Return, for each parameter, the names of the HF tensors that are its row blocks."""
+    """Return, by parameter name, the names of the HF tensors that the parameter stacks by rows."""
     table = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
     if not spec.tie_word_embeddings:
         table["head.weight"] = ["lm_head.weight"]
@@ -79,8 +79,8 @@ def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
 def leads_out(file: Path, directory: Path) -> bool:
     """Return True if a file in a model's directory is a link to a file outside of it.
 
-    The target could be any file, also a private one. Links from `snapshots` to `blobs` in the cache
-    of the Hugging Face hub are allowed.
+    Such a link must not be followed when files are copied: its target could be private. Links from
+    `snapshots` to `blobs` in the cache of the Hugging Face hub are allowed.
     """
     target = file.resolve()
     inside = directory.resolve()
@@ -89,7 +89,7 @@ def leads_out(file: Path, directory: Path) -> bool:
 
 
 def check_links(directory: Path) -> None:
-    """Raise ValueError if a file that is copied with saved weights links out of `directory`."""
+    """Raise ValueError if a file that is copied with saved weights is a link out of `directory`."""
     for pattern in TEXT_FILES:
         for file in sorted(directory.glob(pattern)):
             if leads_out(file, directory):
@@ -190,9 +190,9 @@ def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
 def require_tied_head(
     wanted: Mapping[str, Tensor], where: Mapping[str, Path], directory: Path
 ) -> None:
-    """Raise ValueError if a stored head differs from the embedding that it is tied to.
+    """Raise ValueError if config.json ties head and embedding, but the files store different ones.
 
-    config.json ties them (tie_word_embeddings).
+    `wanted` has the model's tensors, `where` the file of each stored tensor, by HF name.
     """
     if HEAD in wanted or HEAD not in where or EMBEDDING not in where:
         return
@@ -265,10 +265,10 @@ def _refuse_duplicates(
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
     """Return a model's weight files, and the file of each tensor if an index lists them.
 
-    The first of these that exists is used: the files in the index; model.safetensors; the shards of
-    one save; all other *.safetensors files except those of adapters, optimizers and the original
-    format of the weights. If files of the index are missing, model.safetensors is used instead.
-    Raises ValueError if no complete set of weights is found.
+    The first of these that exists is used: the files in the index; model.safetensors; the shards
+    model-i-of-n.safetensors of one save; all other *.safetensors files except adapters, optimizer
+    states and weights in the original, non-HF format. If files of the index are missing,
+    model.safetensors is used instead. Raises ValueError if no complete set of weights is found.
     """
     every = {file.name: file for file in sorted(directory.glob("*.safetensors")) if file.is_file()}
     if (directory / INDEX).is_file():
@@ -296,7 +296,10 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, Path] | None]:
 def _indexed_files(
     directory: Path, every: dict[str, Path]
 ) -> tuple[list[Path], dict[str, Path] | None]:
-    """Return what `weight_files` returns of a directory with an index. Raises ValueError."""
+    """Return the weight files that the index lists, and the file of each tensor.
+
+    If listed files are missing, returns model.safetensors and None. Raises ValueError.
+    """
     listed = read_json(directory / INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise ValueError(f"{directory / INDEX} has no weight_map of tensors and their files")
@@ -370,7 +373,10 @@ def write_model(
     with_text: bool = True,
     chat_template: str | None = None,
 ) -> Path:
-    """Write a model directory: the weights, and the files of `write_description`."""
+    """Write a model directory: weights, config.json, tokenizer and template.
+
+    Without `with_text`, tokenizer and template are left out.
+    """
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
     write_weights(dict(hf_tensors(model)), directory)
     return directory
@@ -388,10 +394,10 @@ def write_description(
     with_text: bool,
     chat_template: str | None = None,
 ) -> None:
-    """Write the files of an HF directory except the weights.
+    """Write the files of an HF directory except the weights, copied from `source`.
 
-    Without `with_text` tokenizer and template are left out; a `chat_template` replaces that of
-    `source`.
+    `dtype` is written to config.json. Without `with_text`, only config.json is written. A
+    `chat_template` replaces that of `source`.
     """
     directory.mkdir(parents=True, exist_ok=True)
     for pattern in TEXT_FILES if with_text else []:

@@ -21,8 +21,8 @@ from hone.models.spec import ModelSpec
 class Attention(Protocol):
     """Callable that computes attention: qkv T x (H + 2K) x E -> outputs T x (H * E).
 
-    It determines which tokens each query attends to. `heads` splits the projection into q, k and v;
-    a kernel may fuse that with attention.
+    The callable determines which tokens each query attends to. It splits qkv into q, k and v by
+    calling `heads`, or does this split inside its attention kernel.
     """
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
@@ -49,11 +49,14 @@ class Linear(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Return True if the layer is W x + b, or W x + b + B A x with the `added_factors` A and B."""
+        """Return True if the layer is W x + b, or W x + b + B A x with a training adapter.
+
+        False with adapter dropout, or with adapters chosen per token.
+        """
         return self.delta is None or getattr(self.delta, "is_plain", False)
 
     def added_factors(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
-        """Return the factors A and B of the adapter of a plain layer, or two Nones."""
+        """Return A and B of an `is_plain` layer's adapter (B times the scale), or two Nones."""
         return (None, None) if self.delta is None else self.delta.scaled_factors()  # type: ignore[attr-defined]
 
     def merged_weight(self) -> Tensor | None:

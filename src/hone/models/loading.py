@@ -22,9 +22,9 @@ class Loaded:
 
 
 def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
-    """Load the configured model and tokenizer, after cheap checks; select the numerics.
+    """Load the configured model and tokenizer; select fast or exact numerics for the process.
 
-    Raises ValueError if the model cannot be loaded as configured.
+    Cheap checks come first. Raises ValueError if the model cannot be loaded as configured.
     """
     directory = resolve_model(config.name)
     check_links(directory)
@@ -50,7 +50,10 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
 
 
 def require_order(model: Transformer) -> None:
-    """Raise ValueError if exact numerics do not support this model on its device."""
+    """Raise ValueError if exact numerics do not support this model and its device.
+
+    With exact numerics, sampling and training give the same bits.
+    """
     weight = model.embed.weight
     spec = model.spec
     if spec.routed_experts:

@@ -143,7 +143,7 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
     """Freeze the model except `modules_to_save`, and add adapters.
 
     Adapters start with random A and B = 0, or with the weights in `start_from`. Raises ValueError
-    if they do not fit the model.
+    if the configured layers or the weights in `start_from` do not fit the model.
     """
     table = hf_names(model.spec)
     possible = model.spec.linear_shapes
@@ -195,17 +195,17 @@ def lora_modules(model: Transformer) -> Iterator[LoRA]:
 
 
 def seed_dropout(model: Transformer, *numbers: int) -> None:
-    """Seed the adapters' dropout with these numbers, so that a repeated step drops the same."""
+    """Seed the adapters' dropout with `numbers`, so that a repeated step drops the same inputs."""
     if any(not lora.is_plain for lora in lora_modules(model)):
         torch.manual_seed(zlib.crc32(repr(numbers).encode()))
 
 
 class Merged:
-    """A model in training, with its LoRA adapters merged for sampling.
+    """The weights of a model in training as the sampler uses them: with LoRA adapters merged.
 
-    Without adapters, `model` is the trained model itself. With adapters, it is a plain model:
-    weights with an adapter are merged copies, updated by `follow_step`; all other weights are
-    shared with the trained model.
+    Without adapters, `model` is the trained model itself. With adapters, `model` is a Transformer
+    without adapters: weights that have an adapter in the trained model are merged copies, updated
+    by `follow_step`; all other weights are shared with the trained model.
     """
 
     def __init__(self, trained: Transformer) -> None:
@@ -248,7 +248,7 @@ def without_lora(model: Transformer) -> Iterator[None]:
 
 
 def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, Tensor]:
-    """Return an adapter's tensors by peft's names."""
+    """Return the model's LoRA and `modules_to_save` tensors by peft's names."""
     tensors: dict[str, Tensor] = {}
     saved = set[str]()
     for lora in lora_modules(model):

@@ -1,12 +1,12 @@
 """Execute the operations of a block: plain torch, CPU kernels, GPU kernels, or exact numerics.
 
-    Ops ◄── CpuOps      whole blocks in training, in two compiled calls each way
-        ◄── GpuOps      fused operations: in training, and for few tokens
-             ◄── ExactOps    fixed order of summation, adapters merged as in the sampler
+    Ops ◄── CpuOps      whole blocks in training: two compiled calls forward, two backward
+        ◄── GpuOps      fused operations: in training, and in inference for few tokens
+             ◄── ExactOps    one order of summation, adapters merged as in the sampler
 
-`select_ops` chooses the class by a model's device, dtype and numerics. An operation gets the
-residual stream and a pending delta: the output of the previous operation, which the next norm adds
-to the stream.
+`select_ops` chooses the class by a model's device and dtype and by the process's numerics (fast or
+exact). An operation gets the residual stream and a pending delta: the output of the previous
+operation, which the next norm adds to the stream.
 """
 
 from typing import Any
@@ -49,8 +49,9 @@ class Ops:
     ) -> tuple[Tensor, Pending]:
         """Return the residual stream, and the projection of `x_TI` by `layer` as pending delta.
 
-        GpuOps may already have added the projection to the stream. The delta is then None, or the
-        norm of the sum (`Scaled`) if the layer in `following` supports that input.
+        `following` has the next norm and the layer after it. GpuOps may instead add the projection
+        to the stream at once. The delta is then None, or, if the layer in `following` supports it
+        as input, the norm of the sum as a `Scaled`.
         """
         return stream_TO, self.linear(layer, x_TI)
 
@@ -69,7 +70,10 @@ class Ops:
         delta: Pending,
         following: Following | None,
     ) -> tuple[Tensor, Pending]:
-        """Return what `mlp` returns, for an MLP or a mixture of experts."""
+        """Return x + delta, and the output of `layer` for the normalized sum as pending delta.
+
+        `layer` is an MLP or a mixture of experts.
+        """
         if isinstance(layer, MLP):
             return self.mlp(norm, layer, x_TD, delta, following)
         assert not isinstance(delta, gpu.Scaled)
@@ -146,7 +150,7 @@ class GpuOps(Ops):
     """GPU kernels in half precision: fused operations in training, and in inference for few tokens."""
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
-        """Return the weight with its adapter merged if training uses that, else None."""
+        """Return the merged weight W + B A, or None to compute W x and B A x separately."""
         return None
 
     def _weights(
@@ -192,7 +196,10 @@ class GpuOps(Ops):
 
 
 class ExactOps(GpuOps):
-    """GPU kernels with a fixed order of summation; training merges adapters as the sampler does."""
+    """GPU kernels with a fixed order of summation: the same bits in sampling and training.
+
+    Training merges a LoRA adapter into the weight before the matrix product, as the sampler does.
+    """
 
     def merged_weight(self, layer: Linear) -> Tensor | None:
         return layer.merged_weight()
@@ -205,7 +212,7 @@ class ExactOps(GpuOps):
 
 
 def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
-    """Return True if the next layer supports a `Scaled`, an unfinished norm, as its input."""
+    """Return True if the next layer accepts a `Scaled`: a norm not yet divided by rms(x)."""
     norm, layer = following
     # Ranks shard a norm's weight, and gather it for its own block only.
     is_sharded = hasattr(norm.weight, "to_local")
@@ -221,7 +228,7 @@ EXACT = ExactOps()
 
 
 def select_ops(x_TD: Tensor) -> Ops:
-    """Return the Ops for this tensor's device and dtype and the numerics of this process."""
+    """Return the Ops for this tensor's device and dtype and the numerics (fast or exact)."""
     if gpu.has_kernels(x_TD):
         return EXACT if numerics.keeps_order("products") else GPU
     return CPU if cpu.takes(x_TD) else TORCH

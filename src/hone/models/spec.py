@@ -1,8 +1,8 @@
 """Shape of a model, and what follows from it: weight names, FLOPs, activation memory.
 
 Imports no torch. `ModelSpec` is the dense family; other families derive from it (`families/`) and
-override what differs. Code that depends on the feed-forward part of a block, or on a fast path's
-support for the model, reads it here.
+override what differs. Other modules read here which kind of feed-forward layer a block has, and
+whether the fast paths (packed model, CUDA graphs) support the model.
 """
 
 import json
@@ -72,7 +72,7 @@ class ModelSpec:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return inputs and outputs of a block's linears that may have adapters, by HF name."""
+        """Return (inputs, outputs) of the linears of a block that support LoRA, by HF name."""
         D = self.hidden_size
         F = self.intermediate_size
         return self.attention_linears | {
@@ -82,9 +82,7 @@ class ModelSpec:
         }
 
     def feed_forward_names(self) -> dict[str, list[str]]:
-        """Return, for each feed-forward parameter, the names of the HF tensors that are its row
-        blocks.
-        """
+        """Return, by feed-forward parameter, the names of the HF tensors that it stacks by rows."""
         table = {
             "gate_up.weight": ["gate_proj.weight", "up_proj.weight"],
             "down.weight": ["down_proj.weight"],
@@ -97,7 +95,7 @@ class ModelSpec:
         return table
 
     def feed_forward_rows(self, name: str) -> int:
-        """Return the rows of each HF tensor in a fused feed-forward parameter.
+        """Return the number of rows of each HF tensor in the feed-forward parameter `name`.
 
         0 if the parameter is a single HF tensor.
         """
@@ -110,7 +108,7 @@ class ModelSpec:
 
     @property
     def kept_feed_forward(self) -> int:
-        """Return how many numbers per token a feed-forward part keeps for backward."""
+        """Return how many activations per token a block's feed-forward layer keeps for backward."""
         return 2 * self.intermediate_size
 
     # --------------------------------------------------------------------------------------- what follows for all

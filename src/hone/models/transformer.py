@@ -54,7 +54,8 @@ class Block(nn.Module):
         """Return the residual stream and the pending delta after this block.
 
         The next norm adds the delta to the stream. With `following`, the next block, the delta may
-        already be the output of that block's norm (`Scaled`).
+        already be added; a `Scaled`, the output of that block's first norm, is then returned in
+        place of the delta.
         """
         fused = ops.fused_block(self, x_TD, delta, rotation, attend, keep_N)
         if fused is not None:
@@ -127,7 +128,7 @@ class Transformer(nn.Module):
         return self.norm(x_TD, delta)[1]
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
-        """Pass each block its part of `routing_TR`, the last one only the kept rows."""
+        """Pass each block its given experts from `routing_TR`; the last, rows `keep_N` only."""
         if not self.spec.routed_experts:
             return
         *first, last = self.expert_layers
@@ -142,12 +143,12 @@ class Transformer(nn.Module):
 
     @property
     def stays_on_device(self) -> bool:
-        """Return True if a pass over few tokens needs no host work, so that graphs can capture it."""
+        """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
         return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property
     def expert_layers(self) -> list["Experts"]:
-        """Return the feed-forward parts of a mixture of experts."""
+        """Return the mixture of experts of each block, for models that have experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
@@ -160,9 +161,9 @@ class Transformer(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary angles of all positions, P x E, half-split.
+        """Return cos and sin of the rotary angles of all positions, P x E (Su et al. 2021).
 
-        Su et al. 2021. The first half of sin is negated.
+        Each half of a row has all angles; the first half of sin is negated.
         """
         table = self.rope_table
         if table is None or table[0].device != device or table[0].dtype != dtype:
@@ -196,7 +197,10 @@ def build_rope_table(
 
 
 def scale_frequencies(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
-    """Scale frequencies as Llama 3.1 does, by their number of turns in the original context."""
+    """Scale frequencies as Llama 3.1 does.
+
+    The scale depends on a frequency's number of turns within the original context length.
+    """
     turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
         0, 1

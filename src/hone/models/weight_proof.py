@@ -1,6 +1,6 @@
 """Prove that weights arrived: a checksum over all bits, and logprobs of a fixed sequence.
 
-Both are computed by the trainer and by the receiver.
+The trainer and the receiving server both compute these; the orchestrator compares them.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ class Proof:
     def follow_arrivals(self) -> Callable[[Iterable[str]], None]:
         """Discard old fingerprints; return a function to call with the names of received weights.
 
-        On a GPU it computes the fingerprints of these weights while others are still being
-        received.
+        On a GPU the returned function starts to compute the fingerprints of these weights while
+        other weights are still being received.
         """
         self._fingerprints.forget()
         return lambda names: self._fingerprints.begin([self._numbers[name] for name in names])
@@ -52,7 +52,7 @@ class Proof:
         return self._fingerprints()
 
     def by_name(self, of_each: list[int]) -> dict[str, str]:
-        """Return fingerprints as they are sent: 16 hexadecimal digits by HF name."""
+        """Return fingerprints (in the order of `tensors`) as 16 hexadecimal digits, by HF name."""
         return {name: f"{value:016x}" for name, value in zip(self.tensors, of_each, strict=True)}
 
     def combine_checksum(self, of_each: list[int]) -> str:
@@ -78,7 +78,7 @@ def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
 
 
 class CanaryScorer:
-    """Callable that returns the logprobs of the canary (`canary_ids`) under one model.
+    """Callable that returns the logprobs of a fixed text (`canary_ids`) under one model.
 
     The weights must stay at their addresses: on a GPU the forward pass is a CUDA graph, 2 ms for
     0.6B parameters instead of 24 ms of kernel launches.

@@ -1,4 +1,4 @@
-"""Interface for the events of a run: console, metrics, trackers, progress line and callbacks."""
+"""Interface of listeners to a run's events, such as log lines, metrics and the progress line."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +17,16 @@ class Events:
         """
 
     def on_last_step(self, step: int) -> None:
-        """Called with the run's last step before it is reported; it may be below max_steps."""
+        """Called before the run's last step is reported; `step` may be below max_steps."""
 
     def on_servers(self, addresses: list[str]) -> None:
         """Called when servers are starting at these HOST:PORT addresses."""
 
     def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Called when the run's activity or its progress changes.
+        """Called when the run's activity or the progress of the activity changes.
 
-        `name` is loading, generating, training or evaluating; `done` of `total` parts are done, if
-        `total` is known.
+        `name` is the activity, such as loading, generating, training or evaluating. `done` of
+        `total` units of work are complete; `total` is 0 if unknown.
         """
 
     def on_rollouts(self, step: int, values: dict[str, float], rows: Callable[[], Rows]) -> None:
@@ -41,7 +41,8 @@ class Events:
     def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
         """Called when a policy version has been evaluated.
 
-        With `is_row` its metrics are a row of their own, otherwise part of a step's row.
+        With `is_row`, the evaluation's metrics are a metrics row of their own; otherwise they are
+        part of a step's row.
         """
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
@@ -49,13 +50,13 @@ class Events:
         return True
 
     def on_weights(self, directory: Path) -> None:
-        """Called when weights are written to a directory and the run can resume from that step."""
+        """Called when a step's weights are in `directory` and the run can resume from the step."""
 
     @property
     def awaits_weights(self) -> bool:
         """Return True if `on_weights` is overridden.
 
-        Checkpoints are then completed before it is called.
+        The run then waits until a checkpoint is written completely before it calls `on_weights`.
         """
         return type(self).on_weights is not Events.on_weights
 

@@ -30,7 +30,7 @@ def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
 
 
 class Line(logging.Formatter):
-    """Format a record as one line, with control characters and line breaks escaped."""
+    """Format a record with control characters escaped and all lines but the first indented."""
 
     def format(self, record: logging.LogRecord) -> str:
         return indent_lines(super().format(record))

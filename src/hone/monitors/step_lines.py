@@ -14,7 +14,11 @@ from hone.run_directory import RunDirectory
 
 
 class StepLines(Events):
-    """Log a line per event. Lines of steps outside `log_interval` go only to the log files."""
+    """Base class of listeners that log lines for events.
+
+    The console shows the lines of every `log_interval`-th step and of the last step; log files have
+    all lines.
+    """
 
     def __init__(self, config: RunConfig, log: str) -> None:
         self.max_steps = getattr(config, "max_steps", None)

@@ -58,7 +58,10 @@ class Tracker(ABC):
 
 
 class Trackers:
-    """The trackers of a run. One that fails is logged and removed, and the run continues."""
+    """The trackers of a run.
+
+    If a tracker fails, the error is logged, the tracker is removed, and the run continues.
+    """
 
     def __init__(self, makers: list[tuple[str, Callable[[], Tracker]]]) -> None:
         self._all: dict[str, Tracker] = {}
@@ -74,7 +77,10 @@ class Trackers:
         self._tell_each(lambda tracker: tracker.log_row(step, values))
 
     def log_rollouts(self, step: int, max_steps: int, rows: Callable[[], Rows]) -> None:
-        """Send a step's rollouts to the trackers that are due; call `rows` only if one is."""
+        """Send a step's rollouts to the trackers that log rollouts at this step.
+
+        `rows` is called only if there is such a tracker.
+        """
         due = [
             one
             for one in self._all.values()
@@ -116,7 +122,11 @@ def spread_by_reward(rows: Rows, count: int) -> Rows:
 
 
 class Wandb(Tracker):
-    """Weights & Biases; metrics are plotted over their row's `step`: evaluations may be late."""
+    """Weights & Biases tracker.
+
+    Metrics are plotted over the field `step` of their row, as evaluations may be logged after later
+    steps.
+    """
 
     def __init__(
         self, directory: Path, name: str, config: WandbConfig, run_config: Config, goes_on: bool
@@ -241,7 +251,7 @@ class TensorBoard(Tracker):
 
 
 def check_trackers(wandb: WandbConfig | None, tensorboard: TensorBoardConfig | None = None) -> None:
-    """Raise ValueError, naming the extra, for a configured tracker that is not installed."""
+    """Raise ValueError for a configured tracker that is not installed, naming the pip extra."""
     for name, config in (("wandb", wandb), ("tensorboard", tensorboard)):
         if config is not None and importlib.util.find_spec(name) is None:
             raise ValueError(
@@ -256,5 +266,5 @@ def _fence_text(text: str) -> str:
 
 
 def _wall_time() -> float:
-    """Return the time for event files."""
+    """Return the current Unix time in seconds, for TensorBoard's event files."""
     return time.time()  # noqa: TID251

@@ -22,7 +22,7 @@ NAMES = {  # their names, and ours
 
 
 def trainer_names(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert a metrics row to transformers' Trainer names."""
+    """Return the values of a metrics row by the names that transformers' Trainer uses."""
     return {theirs: row[ours] for theirs, ours in NAMES.items() if ours in row}
 
 

@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 @dataclass
 class Scored:
-    """The rollouts of a group that count for its advantages.
+    """The rollouts from which a group's advantages are computed.
 
     Attributes:
         rewards: R, float64, after the configured penalties.
@@ -87,9 +87,10 @@ def make_advantage(settings: GroupConfig) -> Advantage:
 
 
 def penalize_overlong(rewards_R: Array, lengths_R: Array, longest: int, share: float) -> Array:
-    """Subtract a penalty that grows from 0 to 1 over the last `share` of `longest` tokens.
+    """Subtract from the rewards a penalty for completions of almost `longest` tokens or more.
 
-    Soft overlong punishment (DAPO, Yu et al. 2025).
+    The penalty grows linearly from 0 to 1 over the last `share` (a fraction) of `longest` tokens:
+    soft overlong punishment (DAPO, Yu et al. 2025).
     """
     room = share * longest
     if not room:

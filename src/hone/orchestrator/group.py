@@ -1,6 +1,8 @@
 """Groups: the rollouts of one example, their advantages and training sequences. No I/O.
 
-rollouts ─ truncated, failed as configured ─► rewards ─► advantages ─ filters ─► samples, or why there are none
+    rollouts ─ handle truncated and failed ones as configured ─► rewards ─► advantages ─ filters ─► samples
+
+If a group yields no samples, the reason is recorded.
 """
 
 import base64
@@ -40,7 +42,10 @@ class Group:
         return [r.reward for r in self.rollouts if not r.error]
 
     def oldest_version(self, default: int) -> int:
-        """Return the lowest version of the group's tokens, or `default` if it has none."""
+        """Return the lowest policy version that sampled a token of the group.
+
+        Returns `default` if the group has no tokens.
+        """
         found = (t.completion.versions for r in self.rollouts for t in r.turns)
         return min(map(min, filter(None, found)), default=default)
 
@@ -71,7 +76,10 @@ def judge_group(
 
 
 def _add_samples(group: Group, settings: GroupConfig) -> None:
-    """Add the samples of the rollouts that are learnt from; count the tokens of the others."""
+    """Add the samples of the rollouts that are trained on to the group.
+
+    The tokens of the other rollouts are counted in `group.dropped`.
+    """
     for i, rollout in enumerate(group.rollouts):
         is_masked = settings.truncated == "mask" and rollout.is_truncated
         group.learnt[i] = not (rollout.error or group.unused or is_masked)
@@ -118,10 +126,10 @@ def _compute_advantages(
 def _join_routing(
     known: NDArray[np.int16] | None, completion: Completion, count: int
 ) -> NDArray[np.int16]:
-    """Append the experts of new tokens to the known experts of earlier tokens.
+    """Append the completion's experts of new tokens to `known`, the experts of earlier tokens.
 
     `count` is the number of tokens that the completion's routing covers, prompt included. Returns
-    count x experts, int16.
+    int16, one row for each of these tokens.
     """
     newest = np.frombuffer(base64.b64decode(completion.routing), dtype=np.int16).reshape(count, -1)
     return newest if known is None else np.concatenate([known, newest[len(known) :]])
@@ -147,9 +155,9 @@ def tokens_of(rollout: Rollout) -> int:
 def samples_of(rollout: Rollout, advantage: float, temperature: float, env: str) -> list[Sample]:
     """Convert a rollout to training sequences, from token ids as sampled and not from text.
 
-    A turn whose prompt continues the tokens so far is appended to their sequence; the prompt tokens
-    in between have no loss. Otherwise (a template that drops earlier thinking) it begins a new
-    sequence.
+    If a turn's prompt begins with all tokens of the sequence so far, the turn is appended to this
+    sequence; the prompt's new tokens have no loss. Otherwise, as with a template that drops earlier
+    thinking, the turn begins a new sequence.
     """
     sequences: list[_Sequence] = []
     for turn in rollout.turns:

@@ -149,9 +149,14 @@ class Orchestrator:
     def go_on(
         self, first: int, progress: dict[str, Any] | None, rollouts: Path | None = None
     ) -> None:
-        """Continue at step `first`, with the `progress` saved by the step before, if any.
+        """Continue a run at step `first`.
 
-        `rollouts`: the directory with the rollouts of earlier steps, for replay.
+        Args:
+            progress: `progress_state` after the previous step; None: the examples of earlier steps are skipped.
+            rollouts: directory with the rollouts of earlier steps, from which groups for replay are read.
+
+        Raises ValueError if `progress` is of a run with another seed, batch size, group size or
+        number of examples.
         """
         before = (progress or {}).get("of", self._kind)
         for key, now in self._kind.items():
@@ -279,10 +284,11 @@ class Orchestrator:
     def _start_groups(self) -> None:
         """Start groups for all steps that may train on samples of the served version.
 
-        Oversampled groups are included. Groups of later steps would wait until they are stale. The
-        number of groups in flight is limited to those of one step at first, and of one more step
-        with each new version. If several steps started together, their groups would also end
-        together, later than those of a single step, and training would wait before and after them.
+        Groups of later steps are not started, since they would be too old when their step begins.
+        The groups in flight are at most those of one step at first, and of one more step after each
+        new version: if the groups of several steps started together, they would also end together,
+        later than those of a single step, and training would wait for them. The additional groups
+        of `oversampling_factor` are on top of both limits.
         """
         steps = min(self.version + 1 + self.max_async_level, self.last_step) - self.step + 1
         in_a_step = self.config.prompts_per_step
@@ -323,7 +329,7 @@ class Orchestrator:
         self._start_groups()
 
     def _drop_stale(self) -> None:
-        """Restart groups that are too old for the step."""
+        """Cancel groups whose policy version is too old for the step, and schedule them again."""
         oldest = self.step - 1 - self.config.max_off_policy_steps
         old = [begun.task for begun in self.under_way.values() if begun.version < oldest]
         for task in old:

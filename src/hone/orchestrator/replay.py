@@ -1,4 +1,4 @@
-"""Replay: groups of earlier steps that replace groups without signal."""
+"""Replay buffer: groups of earlier steps, reused in place of groups that yield no samples."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +27,7 @@ class Replay:
         self._kept += [_Kept(step, group) for group in groups] if self.times else []
 
     def take_groups(self, count: int, oldest: int) -> list[Group]:
-        """Return up to `count` groups, newest first, with tokens of version `oldest` or later."""
+        """Return up to `count` groups, newest first, with no token older than version `oldest`."""
         self._kept = [
             one for one in self._kept if one.uses < self.times and one.group.version >= oldest
         ]

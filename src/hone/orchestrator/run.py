@@ -3,9 +3,10 @@
     broadcasts/step_V ─ adopt: update every server, compare checksum and canary ─► groups in flight continue with it
     rollouts/step_N   ◄─ collect step N, of groups started with a version V >= N - 1 - max_async_level
 
-The orchestrator joins the run of the live trainer in the output directory and ignores files of
-earlier runs. It writes a step's row of metrics.jsonl when the trainer's metrics of the step have
-arrived together with the step's weights.
+The canary is a fixed text whose logprobs must agree between server and trainer. The orchestrator
+joins the run of the live trainer in the output directory and ignores files of earlier runs. It
+writes a step's row of metrics.jsonl when the trainer's metrics of the step have arrived together
+with the step's weights.
 """
 
 import asyncio
@@ -216,7 +217,10 @@ def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
 
 
 def progress_before(run: RunDirectory, first: int) -> dict[str, Any] | None:
-    """Return the progress after step `first` - 1, from that step's rollouts or checkpoint."""
+    """Return the orchestrator's state after step `first` - 1, from its rollouts or checkpoint.
+
+    None if neither exists.
+    """
     name = f"step_{first - 1}"
     return read_progress(run.rollouts / name) or read_progress(
         run.checkpoints / name / "orchestrator"

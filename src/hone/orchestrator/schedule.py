@@ -1,9 +1,10 @@
-"""Choose the example of each group. Pure: depends on the seed, finished groups and rewards.
+"""Choose the example of each group. The choice depends only on seed, finished groups and rewards.
 
     environments, by ratio ─► examples, in a new order every epoch ─► a fraction of easy and hard ones ─► Task
 
-Tasks are numbered from 0; the number determines the seeds of the rollouts. A group that was started
-but not trained on is scheduled again under its number.
+A Task is one group to sample. Tasks are numbered from 0; the number determines the seeds of the
+group's rollouts. If a group was started but not trained on, its Task is scheduled again under the
+same number.
 """
 
 import heapq
@@ -115,7 +116,10 @@ class Schedule:
         )
 
     def pool_shares(self) -> dict[str, float]:
-        """Return the share of each pool among rated examples; empty if there are none."""
+        """Return the shares of easy, normal and hard examples among those with a recorded score.
+
+        Empty if no example has one.
+        """
         count = Counter(
             self.pool_of(env, example) for env, means in self.means.items() for example in means
         )

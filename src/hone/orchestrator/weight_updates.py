@@ -41,7 +41,11 @@ class RowSink(Protocol):
 
 @dataclass(frozen=True)
 class Taken:
-    """Result of loading a version into a server: its state, and the canary difference if known."""
+    """Result of loading a version into a server.
+
+    `state` is the server's answer; `difference` is the largest canary difference, None if not
+    measured yet.
+    """
 
     client: HttpClient
     state: dict[str, Any]
@@ -117,7 +121,13 @@ class Weights:
         adopted: Callable[[int], None],
         evaluate: Callable[[int], Awaitable[None]],
     ) -> None:
-        """Load each version when it is published. Ends only by raising."""
+        """Load new versions as they are published, until an error is raised.
+
+        Args:
+            rows: receives the training metrics of each version.
+            adopted: called with a version when the servers have loaded it.
+            evaluate: called with the version afterwards; the next version is loaded when it has returned.
+        """
         while True:
             newest = self.find_delivery(rows)
             if newest is not None:
@@ -143,9 +153,9 @@ class Weights:
             await asyncio.sleep(POLL_SECONDS)
 
     async def at_least(self, version: int) -> None:
-        """Wait until the servers have that version or a later one.
+        """Wait until the servers have policy version `version` or a later one.
 
-        Raises ConnectionError if it does not come in time or the trainer is gone.
+        Raises ConnectionError if this takes longer than `weights_timeout` or the trainer is gone.
         """
         what = f"version {version} of the weights in {self.run.broadcasts}"
         wait = Wait(what, self.config.weights_timeout, self.log, "is the trainer still running?")
@@ -161,7 +171,8 @@ class Weights:
     def find_delivery(self, rows: RowSink) -> Delivery | None:
         """Return the newest published version that is not loaded yet, or None.
 
-        A version that is to be evaluated is not skipped. Metrics of skipped versions go to `rows`.
+        If versions that are due for evaluation are among those not loaded yet, the oldest of them
+        is returned instead. Training metrics of skipped versions go to `rows`.
         """
         newest = None
         for version in self.published.list_numbers():
@@ -177,9 +188,10 @@ class Weights:
         return newest
 
     async def _adopt_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Load a version into every server. A lost server gets it when it is back.
+        """Load a version into every live server.
 
-        Returns metrics of the update, empty if the version is superseded.
+        A lost server loads the version when it is back. Returns metrics of the update, empty if the
+        trainer has replaced the version meanwhile.
         """
         start = time.perf_counter()
         self.current = delivery
@@ -221,7 +233,10 @@ class Weights:
         }
 
     async def _prove_delivery(self, delivery: Delivery) -> dict[str, float]:
-        """Verify the canary of each server that loaded the version, unless already measured."""
+        """Compare each server's canary logprobs with the trainer's, unless already done.
+
+        Returns the largest difference as a metric.
+        """
 
         async def prove_server(server: Server, taken: Taken) -> float:
             if taken.difference is not None:
@@ -255,7 +270,10 @@ class Weights:
                 return delivery.version
 
     async def _update_server(self, client: HttpClient, delivery: Delivery) -> Taken:
-        """Load a version into a server and verify its checksum, or the canary if it has none."""
+        """Load a version into a server and verify the server's checksum.
+
+        Without a comparable checksum, the canary is verified instead.
+        """
         version = delivery.version
         body = {
             "weight_dir": str(self.published.path_of(version)),

@@ -162,7 +162,10 @@ class ChatTemplate:
     def _is_rendered(
         self, messages: list[Message], i: int, marked: Message, args: dict[str, Any]
     ) -> bool:
-        """Return False if the rendering omits the marker in `marked`, which replaces message i."""
+        """Return True if the rendering has the marker in `marked`, which replaces message i.
+
+        Also True if the template rejects `marked`.
+        """
         try:
             return MARK in self._render_raw([*messages[:i], marked, *messages[i + 1 :]], args)
         except ValueError:  # it reads the content, so it does not omit it
@@ -191,7 +194,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template refuses these messages: {error}") from None
 
     def _needs_parts(self) -> bool:
-        """Return True for a template that renders lists of text parts but not text."""
+        """Return True if the template renders lists of text parts, but not plain strings."""
         self._takes_parts = False
         question = [{"role": "user", "content": MARK}]
         try:
@@ -249,11 +252,10 @@ class ChatTemplate:
     def render_continuation(
         self, messages: list[Message], covered: int, **template_args: Any
     ) -> str | None:
-        """Return the rendered text after the content of message `covered` - 1, an assistant
-        message.
+        """Return the text that follows the content of assistant message `covered` - 1.
 
-        It has the end-of-turn mark and everything up to the next assistant turn. Returns None if
-        the template rewrites earlier text (some drop earlier thinking).
+        This text has the end-of-turn mark and everything up to the next assistant turn. Returns
+        None if the template rewrites earlier text (some drop earlier thinking).
         """
         messages = self._normalize_messages(messages)
         asking = {"add_generation_prompt": True, **template_args}
@@ -290,12 +292,12 @@ class ChatTemplate:
     ) -> list[MarkedText]:
         """Render a conversation and mark the messages of these roles, for training.
 
-        Each of these messages is marked once, with its end-of-turn mark. One rendering suffices
-        unless the template rewrites earlier turns as the conversation continues (some drop
-        thinking). The turns that it rewrites are then marked in renderings of shorter prefixes,
-        which show them as the model wrote them; `last_only` omits these renderings. A template with
-        `{% generation %}` marks assistant text itself. Raises ValueError like
-        `render_conversation`.
+        Each of these messages is marked once, together with its end-of-turn token. One rendering
+        suffices unless the template rewrites earlier turns as the conversation continues (some drop
+        thinking). A rewritten turn is marked in a further rendering, of the conversation up to that
+        turn, which shows the turn as the model wrote it; `last_only` omits these further
+        renderings. A template with `{% generation %}` marks assistant text itself. Raises
+        ValueError like `render_conversation`.
         """
         messages = self._normalize_messages(messages)
         args = {"add_generation_prompt": False, **template_args}

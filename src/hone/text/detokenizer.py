@@ -1,8 +1,8 @@
-"""Find the bytes that each token adds to a text; decoding a token alone often gives others.
+"""Find the bytes that each token adds to a text; decoding a token alone often gives other bytes.
 
 A SentencePiece decoder writes a space before most words, but not at the beginning of a text; in
-many tokenizers several tokens form one character. `TokenTexts` returns bytes per token that,
-joined, are the text.
+many tokenizers several tokens form one character. `TokenTexts` returns bytes per token, whose
+concatenation is the text.
 """
 
 import functools
@@ -44,7 +44,7 @@ class TokenTexts:
 
     @functools.lru_cache(maxsize=200_000)  # noqa: B019  (it lives as long as its tokenizer)
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the token's bytes inside a text. Ids without a token have none."""
+        """Return the bytes of a token that is not the first of a text; empty for unknown ids."""
         token = self.encoder.id_to_token(token_id)
         if token is None:
             return b""
@@ -68,7 +68,10 @@ class TokenTexts:
         )
 
     def token_bytes(self, ids: Sequence[int], follows: bool) -> list[bytes]:
-        """Return the bytes of each token of a text; `follows`: the text continues another."""
+        """Return the bytes of each token of a text.
+
+        `follows` is True if the text continues an earlier text.
+        """
         if follows or not ids:
             return [self.bytes_of(token) for token in ids]
         return [self.first_bytes_of(ids[0]), *map(self.bytes_of, ids[1:])]

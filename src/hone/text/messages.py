@@ -2,8 +2,8 @@
 
 SFT rows, environment prompts and requests write the same message differently: `None` for an absent
 key, content as a list of text parts, tool-call arguments as JSON or as an object, reasoning under
-one of three names. Every rendering uses `normalize_messages`, so that all of them become the same
-tokens.
+one of three names. Every rendering uses `normalize_messages`, so that each of these forms becomes
+the same tokens.
 """
 
 import json
@@ -128,7 +128,7 @@ def _read_arguments(arguments: Any) -> Any:
 
 
 def drop_nulls(value: Any) -> Any:
-    """Return a value of an Arrow table without the nulls that its column type added.
+    """Return a value of an Arrow table without nulls that stand for keys absent from the row.
 
     A struct column has the keys of all rows; a key that a row lacks is null there. Nulls in lists
     are kept: they are data.

@@ -38,7 +38,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json, with special_tokens_map.json where transformers uses it."""
+    """Return tokenizer_config.json.
+
+    If that lists no added tokens, special_tokens_map.json is merged in.
+    """
     config = read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(directory / "special_tokens_map.json")
@@ -46,7 +49,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Return the text of special tokens by their template names."""
+    """Return the text of special tokens by their names in templates (`bos_token`, …)."""
     found = {key: text_of(value) for key, value in config.items() if key.endswith("_token")}
     for name in ("extra_special_tokens", "model_specific_special_tokens"):
         if isinstance(config.get(name), dict):
@@ -159,9 +162,9 @@ def find_templates(directory: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def resolve_template(value: str, key: str = "model.chat-template") -> str:
-    """Return the text of a template given as text, a file, or a name of one that Hone ships.
+    """Return the text of a chat template given as text, as a file, or by the name of a shipped one.
 
-    Raises ValueError if it is none of these.
+    Raises ValueError, which names `key`, if `value` is none of these.
     """
     if "{%" in value or "{{" in value:
         return value
@@ -179,7 +182,7 @@ def resolve_template(value: str, key: str = "model.chat-template") -> str:
 
 
 def read_end_ids(directory: Path) -> list[int]:
-    """Return the token ids that end a generation by the model's configuration."""
+    """Return the eos token ids of generation_config.json, or else of config.json."""
     generation = read_json(directory / "generation_config.json")
     model = read_json(directory / "config.json") if not generation else {}
     found = generation.get(

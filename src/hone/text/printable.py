@@ -14,7 +14,7 @@ def make_printable(text: str) -> str:
 
 
 def make_line(text: str) -> str:
-    """Return text as one line, with line breaks escaped too."""
+    """Return text as one line, with control characters and line breaks escaped."""
     return make_printable(text).replace("\n", "\\n")
 
 

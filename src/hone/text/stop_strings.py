@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 class StopStrings:
     """Detect stop strings in one sequence.
 
-    Call it with the ids generated so far. It returns how many of them to keep if a stop string
-    appears in their text, else None. `decode_first`, if given, decodes ids at the beginning of the
-    sequence, whose text may depend on the prompt.
+    Call it with the ids generated so far. It returns how many of them to keep if their text has a
+    stop string, else None. `decode_first` replaces `decode` at the beginning of the sequence, where
+    the text of ids may depend on the prompt.
     """
 
     def __init__(
@@ -47,9 +47,10 @@ def cut_at_stop(text: str, strings: Sequence[str], keep: bool = False) -> str:
 
 
 def held_back(text: str, strings: Sequence[str]) -> int:
-    """Return how many characters can be shown: those before a stop string or a possible part.
+    """Return how many characters of a streamed text can be sent.
 
-    A possible part is a beginning of a stop string at the end of the text.
+    These are the characters before a stop string, or before an ending of the text that is the
+    beginning of a stop string.
     """
     ends = [len(text)]
     for string in strings:

@@ -1,6 +1,6 @@
 """Structured outputs: token masks for a JSON schema, regex, choice, grammar or tool call.
 
-    request ─► Form (kind, value) ─► Following, of a tokenizer: called with the tokens so far, returns the mask
+    request ─► Form (kind, value) ─► Following (state of one sequence) ─ tokens so far ─► mask of the next token
 
 llguidance provides the grammars; it reads JSON Schema, Rust's regular expressions and Lark.
 """
@@ -29,8 +29,8 @@ Kind = Literal["json", "regex", "choice", "grammar"]
 class Form:
     """An output format.
 
-    `value` is a JSON schema, a regular expression, the list of choices, or a Lark grammar, by
-    `kind`.
+    For the kinds json, regex, choice and grammar, `value` is a JSON schema, a regular expression,
+    the list of choices, and a Lark grammar.
     """
 
     kind: Kind
@@ -118,13 +118,19 @@ class Following:
         return may
 
     def is_over(self, ids: Sequence[int]) -> bool:
-        """Return True if the format is complete, so that only the end may follow these tokens."""
+        """Return True if only the end-of-sequence token may follow these tokens.
+
+        Also True after an error of llguidance.
+        """
         self(ids)
         return bool(self.failure or self.matcher.is_stopped())
 
 
 class FormEnds:
-    """Callable for `GenerateRequest.ends`: stop at a stop string, or when the output is complete."""
+    """Callable that ends a completion at a stop string or when the output is complete.
+
+    It returns how many ids to keep, or None to continue.
+    """
 
     def __init__(self, stops: StopStrings | None, follows: Following) -> None:
         self.stops = stops
@@ -211,10 +217,10 @@ def _calls_schema(function: dict[str, Any]) -> Json:
 def _each_argument(
     function: dict[str, Any], spell: Callable[[str, list[Part]], list[Part]], end: TextUntil
 ) -> list[list[Part]]:
-    """Return the grammar parts of each argument, in the order of the schema.
+    """Return, for each argument in the order of the schema, its grammar parts.
 
     Args:
-        spell: called with a key and the parts of its value; adds the tags.
+        spell: called with a key and the parts of its value; returns the parts of the argument, tags included.
         end: the tag that ends a value.
     """
     closing = [part for part in (end.before, end.tag, end.after) if part]
@@ -330,7 +336,7 @@ def _build_lark_rule(
 
 
 def _spell_tag(tokenizer: Tokenizer, tag: str) -> str:
-    """Return a tag in Lark, as a special token if it is one."""
+    """Return a tag in Lark: by id if it is a special token, else as text."""
     number = tokenizer.encoder.token_to_id(tag)
     is_special = number is not None and _get_vocabulary(tokenizer).is_special_token(number)
     return f"<[{number}]>" if is_special else json.dumps(tag)

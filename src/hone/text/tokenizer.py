@@ -135,7 +135,10 @@ class Tokenizer:
         return Tokenizer(directory, template, config.template_arguments, config.tool_calls)
 
     def reload_from(self, directory: Path) -> "Tokenizer":
-        """Return another directory's tokenizer, with this one's explicit template and arguments."""
+        """Return the tokenizer of another directory, configured like this one.
+
+        A chat template is kept only if it was given explicitly.
+        """
         other = Tokenizer(directory, self.chat_template, self.template_arguments, self.call_format)
         other._beyond = self._beyond
         return other
@@ -187,7 +190,7 @@ class Tokenizer:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """Return each token's contribution to a text."""
+        """Return the `TokenTexts` of this tokenizer: the bytes that each token adds to a text."""
         return TokenTexts(self.encoder)
 
     def token_text(self, token_id: int) -> str:
@@ -257,7 +260,10 @@ class Tokenizer:
         return ids
 
     def _encode_after(self, before: list[int], text: str) -> list[int]:
-        """Return the ids of a continuation, without an end-of-turn mark that was already sampled."""
+        """Return the ids of `text`, which continues the tokens `before`.
+
+        An end-of-turn token at the end of `before` is not repeated.
+        """
         last = self.token_texts.bytes_of(before[-1]).decode(errors="replace")
         is_ended = before[-1] in self._added and text.lstrip().startswith(last)
         if is_ended:  # encoded with it, since tokenizers look at the preceding text
@@ -276,10 +282,11 @@ class Tokenizer:
         last_only: bool = False,
         **template_args: Any,
     ) -> list[tuple[list[int], list[bool]]]:
-        """Return (ids, loss mask) of a conversation; messages of these roles have a loss.
+        """Return (ids, loss mask) pairs of a conversation; messages of these roles have a loss.
 
         There are several pairs if the template rewrites earlier turns as the conversation continues
-        (`ChatTemplate.mark_messages`). A token belongs to the author of its first character.
+        (`ChatTemplate.mark_messages`), unless `last_only` is set. A token that spans two messages
+        belongs to the first.
         """
         found = []
         for marked in self.require_template().mark_messages(

@@ -115,9 +115,7 @@ class _Places:
         self.found = {string: text.find(string) for string in strings}
 
     def next_after(self, at: int) -> tuple[int, int]:
-        """Return start and end of the first string found from `at` on; -1 for both if there is
-        none.
-        """
+        """Return (start, end) of the first string found from index `at` on, else (-1, -1)."""
         best = -1, -1
         for string, place in self.found.items():
             if 0 <= place < at:
@@ -156,7 +154,10 @@ def _tagged_reader(
     read_one: Callable[[str, Sequence[Tool]], Call | None],
     around: Sequence[str] = (),
 ) -> Read:
-    """Return a reader of calls between two tags; `around`: tags that enclose all of them."""
+    """Return a function that reads each call between two tags with `read_one`.
+
+    The tags in `around` enclose all calls.
+    """
 
     def read_tagged(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         rest, inside = cut_blocks(text, opening, closing)
@@ -172,7 +173,10 @@ def _tagged_reader(
 
 
 def _read_object(written: str, needs_arguments: bool = False) -> Call | None:
-    """Read {"name": …, "arguments" | "parameters": {…}}; `needs_arguments` rejects other JSON."""
+    """Read {"name": …, "arguments" | "parameters": {…}}.
+
+    Without `needs_arguments`, the arguments may be missing.
+    """
     try:
         return _read_call(json.loads(written), needs_arguments)
     except (ValueError, RecursionError):
@@ -187,7 +191,7 @@ def _read_call(value: Any, needs_arguments: bool = False) -> Call | None:
 
 
 def _read_named(name: str, written: str) -> Call | None:
-    """Read a name and its arguments as JSON."""
+    """Return a call of `name` with the JSON arguments in `written`."""
     try:
         arguments = json.loads(written)
     except (ValueError, RecursionError):
@@ -205,7 +209,7 @@ def _read_json(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | Non
 
 
 def _list_reader(opening: str, closing: str) -> Read:
-    """Return a reader of a JSON list of calls after an opening tag."""
+    """Return a function that reads a JSON list of calls after an opening tag."""
 
     def read_list(text: str, tools: Sequence[Tool]) -> tuple[str, list[Call]] | None:
         before, found, written = text.partition(opening)
@@ -266,7 +270,10 @@ def _read_kimi(written: str, tools: Sequence[Tool]) -> Call | None:
 
 
 def _read_deepseek(written: str, tools: Sequence[Tool]) -> Call | None:
-    """Read NAME<｜tool▁sep｜>{…} of V3.1, or function<｜tool▁sep｜>NAME and a block of JSON of R1 and V3."""
+    """Read a DeepSeek call.
+
+    V3.1 writes NAME<｜tool▁sep｜>{…}; R1 and V3 write function<｜tool▁sep｜>NAME, then a block of JSON.
+    """
     name, found, rest = written.partition("<｜tool▁sep｜>")
     if name.strip() == "function" and "```json\n" in rest:
         name, _, rest = rest.partition("```json\n")
@@ -343,7 +350,7 @@ def _list_of(value: Any) -> list[Any]:
 
 
 def _parse_typed(value: str, types: set[str] | None) -> Any:
-    """Convert plain text to these types: text if allowed, else JSON if valid."""
+    """Convert a plain-text argument: text if `types` has string, else JSON if valid, else text."""
     text = value.strip()
     if types and "string" in types:
         return None if "null" in types and text in ("null", "None") else value

@@ -26,7 +26,7 @@ class Sequences:
 
     Attributes:
         count: number of sequences.
-        backward: adds the gradients of sequence i.
+        backward: runs the backward pass of sequence i alone, which adds to the parameters' gradients.
         describe: returns the JSON object that is written for sequence i.
     """
 
@@ -37,10 +37,10 @@ class Sequences:
 
 @dataclass(frozen=True)
 class BadStepPolicy:
-    """What to do about a bad step.
+    """What to do about a step whose gradient norm is not finite or too large.
 
     Attributes:
-        directory: where its sequences are written.
+        directory: where sequences of the step are written.
         on_bad_step: "stop" or "skip".
     """
 
@@ -56,10 +56,10 @@ def handle_bad_step(
     policy: BadStepPolicy,
     ranks: Ranks,
 ) -> None:
-    """Save a bad step's sequences with the largest gradients, then warn or raise. Collective.
+    """Save the sequences with the largest gradients of a step, then warn or raise. Collective.
 
-    `norm` is the gradient norm of the whole step. Raises ValueError if `policy.on_bad_step` is
-    "stop".
+    Called if `norm`, the gradient norm of the whole step, is not finite or exceeds
+    `optim.skip_norm`. Raises ValueError if `policy.on_bad_step` is "stop".
     """
     count = sequences.count
     on_bad_step = policy.on_bad_step

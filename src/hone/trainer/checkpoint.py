@@ -2,13 +2,13 @@
 
     checkpoint.json                  step, configuration, metrics of the step; size and CRC-32 of every file
     trainer/                         fp32 weights and moments, in torch's distributed format (DCP): one file per rank
-    orchestrator/progress.json       (rl) groups in flight; all else follows from the seed
+    orchestrator/progress.json       (rl) position in the examples, groups in flight, groups kept for replay
 
 The state is copied to the CPU and written while training continues; offloaded state
 (`optim.offload`) is written without a copy while training waits. The files are written to a
 temporary directory, which is renamed when all of them are on disk. If a checkpoint is damaged, the
-reason is logged and the previous checkpoint is used. A checkpoint can be loaded with another number
-of ranks than wrote it.
+reason is logged and the previous checkpoint is used. A checkpoint can be loaded by a different
+number of ranks than wrote it.
 """
 
 import json
@@ -161,7 +161,7 @@ class Checkpoints:
             self.wait_until_written()
 
     def wait_until_written(self) -> None:
-        """Wait for the pending checkpoint. Raises its error."""
+        """Wait until the pending checkpoint is written. Raises the error of a failed write."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -196,14 +196,14 @@ class Checkpoints:
 
 
 def to_keep(metrics: dict[int, float | None], policy: CkptConfig) -> set[int]:
-    """Return the steps whose checkpoints are kept.
+    """Return the steps whose checkpoints are kept, by `keep`, `keep_every` and `keep_best`.
+
+    With `keep_best`, the best checkpoint is kept, and also the last 3 checkpoints after the newest
+    one whose metric is known: an evaluation may end after the checkpoint of its step is written.
 
     Args:
         metrics: for each step with a checkpoint, the value of the metric `policy.keep_best`; None
-            if it is not known yet.
-
-    An evaluation may end after the checkpoint of its step is written. With `keep_best`, the last 3
-    checkpoints that are newer than the newest known value are therefore kept too.
+            if the value is not known yet.
     """
     kept = set(sorted(metrics)[-policy.keep :])
     if policy.keep_every:
@@ -261,10 +261,10 @@ def step_of(source: Path) -> int:
 def restore_checkpoint(
     sources: list[Path], optimizer: Optimizer, config: Config, ranks: Ranks | None = None
 ) -> int:
-    """Load weights and optimizer state from the first whole checkpoint; return its step.
+    """Load weights and optimizer state from the first undamaged checkpoint; return its step.
 
-    Returns 0 without checkpoints. Raises ValueError if the configuration differs, or if all
-    checkpoints are damaged. Collective.
+    Returns 0 if `sources` is empty. Raises ValueError if the checkpoint's configuration differs
+    from `config` in a key that must stay the same, or if all checkpoints are damaged. Collective.
     """
     ranks = ranks or Ranks()
     at = len(sources)
@@ -289,7 +289,7 @@ def restore_checkpoint(
 
 
 def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
-    """Raise ValueError if a resumed run would train differently."""
+    """Raise ValueError if a key of the configuration that must not change on resume has changed."""
     for key, was, found in find_differences(before, now):
         run, step = source.parent.parent, source.name.removeprefix("step_")
         raise ValueError(
@@ -299,7 +299,7 @@ def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
 
 
 def progress_of(sources: list[Path], step: int) -> dict[str, Any] | None:
-    """Return the orchestrator's progress in the checkpoint of that step."""
+    """Return the orchestrator's saved state from the checkpoint of step `step`, None if missing."""
     for source in sources:
         found = read_progress(source / "orchestrator")
         if found is not None and found["step"] == step and "next" in found:
@@ -327,7 +327,7 @@ def is_whole(source: Path) -> bool:
 
 
 def load_tensors(source: Path, tensors: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors by name; they may be shards."""
+    """Load a checkpoint's tensors, by name, in place into `tensors`, which may be sharded."""
     from torch.distributed.checkpoint.state_dict_loader import load
 
     expect_to_be_alone()
@@ -341,7 +341,7 @@ def expect_to_be_alone() -> None:
 
 
 def forget_after(step: int, run: RunDirectory) -> None:
-    """Remove what a run wrote after its checkpoint of `step`, since those steps are repeated."""
+    """Remove metrics, rollouts and checkpoints of steps after `step`, which a resumed run repeats."""
     if run.metrics.exists():
         rows = [row for row in read_rows(run.metrics) if row["step"] <= step]
         rewrite_file(run.metrics, "".join(json.dumps(row) + "\n" for row in rows))
@@ -365,7 +365,7 @@ def read_header(directory: Path) -> dict[str, Any]:
 
 
 def _read_metric(found: dict[int, Path], name: str | None, file: Path) -> dict[int, float | None]:
-    """Return a metric's value at each checkpoint, from its header or the run's rows."""
+    """Return metric `name` of each checkpoint, from its header or else from metrics.jsonl (`file`)."""
     values: dict[int, float | None] = dict.fromkeys(found)
     if name is not None:
         values |= {

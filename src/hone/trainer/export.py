@@ -1,6 +1,8 @@
 """Export a checkpoint as a model directory in Hugging Face format.
 
-checkpoints/step_N: fp32 weights ─ dtype ─► OUTPUT_DIR: model.safetensors, config and tokenizer of the model it began as
+    checkpoints/step_N: fp32 weights ─ convert to dtype ─► OUTPUT_DIR: model.safetensors
+
+Configuration and tokenizer are those of the model that the run started from.
 """
 
 import logging

@@ -59,10 +59,10 @@ Term = tuple[Tensor, Tensor]
 
 
 def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: float) -> Term:
-    """Return -r A + kl_tau log r, without tokens whose ratio r is out of bounds.
+    """Return -r A + kl_tau log r (r: importance ratio, A: advantage), 0 for tokens out of bounds.
 
-    The bounds are mask_ratio_low and mask_ratio_high; the gradient goes through r (IcePop, Ling
-    team 2025).
+    A token is out of bounds if r < mask_ratio_low or r > mask_ratio_high. The gradient goes through
+    r (IcePop, Ling team 2025).
     """
     keep = (t.log_ratio >= _log_bound(mask_ratio_low)) & (
         t.log_ratio <= _log_bound(mask_ratio_high)
@@ -73,10 +73,10 @@ def mask(t: Tokens, *, mask_ratio_low: float, mask_ratio_high: float, kl_tau: fl
 
 
 def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
-    """Return -r A + kl_tau (log r)^2; the first term is dropped for tokens that moved too far.
+    """Return -r A + kl_tau (log r)^2 (r: importance ratio, A: advantage), with a trust region.
 
-    These are tokens whose probability has moved by more than max_shift in the direction that A
-    favours.
+    The first term is dropped outside of this region, that is, for tokens whose probability has
+    already moved by more than max_shift from the sampler's in the direction that A favours.
     """
     shift = (t.trainer_logprobs.exp() - t.sampler_logprobs.exp()).detach()
     keep = torch.where(t.advantage > 0, shift <= max_shift, shift >= -max_shift)
@@ -87,8 +87,8 @@ def dppo(t: Tokens, *, max_shift: float, kl_tau: float) -> Term:
 def ppo(t: Tokens, *, clip_low: float, clip_high: float) -> Term:
     """Return -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (Schulman et al. 2017).
 
-    With clip_high > clip_low this is clip-higher (DAPO 2025), with ratio_type "sequence" GSPO
-    (Zheng et al. 2025).
+    r is the importance ratio, A the advantage. clip_high > clip_low gives clip-higher (DAPO 2025);
+    `ratio_type` "sequence" gives GSPO (Zheng et al. 2025).
     """
     ratio = t.log_ratio.exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -114,15 +114,15 @@ def tis(t: Tokens, *, ratio_cap: float) -> Term:
 
 
 def sft(t: Tokens) -> Term:
-    """Return -log p, to imitate the sampled text, such as a teacher's."""
+    """Return -log p of the sampled tokens: cross-entropy on text from the policy or from a teacher."""
     return -t.trainer_logprobs, torch.ones_like(t.log_ratio, dtype=torch.bool)
 
 
 def opd(t: Tokens, **keys: float) -> Term:
-    """Return the on-policy distillation loss: `mask` with an advantage from the teacher.
+    """Return the on-policy distillation loss: the loss `mask` with an advantage from a teacher.
 
-    The advantage of a token is log p(teacher) - log p(trainer). The loss lowers the reverse KL to
-    the teacher (Agarwal et al. 2024; Thinking Machines 2025).
+    The advantage of a token is log p(teacher) - log p(trainer). This lowers the policy's reverse KL
+    to the teacher (Agarwal et al. 2024; Thinking Machines 2025).
     """
     assert t.teacher_logprobs is not None
     return mask(replace(t, advantage=t.teacher_logprobs - t.trainer_logprobs.detach()), **keys)
@@ -145,7 +145,7 @@ def needs(*names: Need) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @dataclass
 class Loss:
-    """A configured loss: a function with its keys bound, and the inputs it needs."""
+    """A configured loss: a function with its configuration keys bound, and the inputs it needs."""
 
     config: LossConfig
     function: Callable[[Tokens], Term]
@@ -177,9 +177,10 @@ def make_loss(config: LossConfig, key: str = "trainer.loss") -> Loss:
 
 @dataclass
 class PolicyLoss:
-    """Loss of a part of a batch, and its values per token.
+    """Loss of a slice of a batch's tokens, and metrics of each token.
 
-    `total` is this part's share of the batch's loss; the other fields are per token, detached.
+    `total` is the slice's share of the batch's loss; the other fields have one value per token,
+    detached.
     """
 
     total: Tensor
@@ -200,9 +201,10 @@ def policy_loss(
     reference_logprobs_N: Tensor | None = None,
     teacher_logprobs_N: Tensor | None = None,
 ) -> PolicyLoss:
-    """Return the weighted sum of the configured loss; `sequence_N` numbers each token's sequence.
+    """Return the configured loss, weighted and summed over N tokens, and per-token metrics.
 
-    Raises ValueError if the loss needs a teacher's logprobs and there are none.
+    `sequence_N` is the index of each token's sequence. Raises ValueError if the loss needs a
+    teacher's logprobs and there are none.
     """
     config = loss.config
     if "teacher" in loss.needs and teacher_logprobs_N is None:
@@ -238,11 +240,13 @@ def policy_loss(
 
 
 def token_weights(lengths_S: list[int], config: LossConfig) -> list[float]:
-    """Return the weight of each token's loss, one number per sequence of the batch.
+    """Return the weight of a token's loss in each sequence of the batch, one number per sequence.
 
-    `lengths_S` counts each sequence's tokens with loss. Weights by `config.normalize`: tokens: all
-    tokens equal (DAPO). sequences: all sequences equal, split over their tokens (GRPO, Shao et al.
-    2024). constant: 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
+    Args:
+        lengths_S: number of tokens with loss in each sequence.
+        config: `normalize` selects the weights. "tokens": equal for all tokens (DAPO); "sequences":
+            equal for all sequences, divided among the tokens of each (GRPO, Shao et al. 2024);
+            "constant": 1 / (sequences x max_length) (Dr. GRPO, Liu et al. 2025).
     """
     count = sum(1 for n in lengths_S if n)
     if config.normalize == "tokens":

@@ -1,8 +1,8 @@
 """Estimate the memory of a training step in advance. Imports no torch.
 
-    weights, fp32 masters, moments, a reference model       always
-    activations of a micro-batch, part of the logits        peak at the start of the backward pass
-    gradients, and fp32 copies of half-precision ones       peak at its end, in the optimizer step
+    weights, fp32 masters, moments, a reference model         always
+    activations of a micro-batch, a chunk of the logits       peak at the start of the backward pass
+    gradients, and fp32 copies of half-precision gradients    peak in the optimizer step
 
 The two peaks do not coincide: activations are freed while gradients are computed.
 benchmarks/memory_gpu.py compares the estimate with measured memory.
@@ -67,10 +67,14 @@ def estimate_step(
     has_reference: bool = False,
     is_split: bool = False,
 ) -> Estimate:
-    """Estimate a step with micro-batches of up to `tokens` tokens; `itemsize`: bytes per weight.
+    """Estimate the memory of a training step.
 
-    `has_reference`: a copy of the model is kept; `is_split`: several micro-batches accumulate
-    gradients.
+    Args:
+        tokens: maximum number of tokens of a micro-batch.
+        itemsize: bytes per weight.
+        recomputes: True with activation checkpointing.
+        has_reference: True if a copy of the model is kept as reference.
+        is_split: True if several micro-batches accumulate gradients.
     """
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
@@ -101,7 +105,7 @@ def estimate_step(
 def estimate_rl(
     spec: ModelSpec, config: TrainerConfig, step_tokens: int, itemsize: int, micro_batch_tokens: int
 ) -> Estimate:
-    """Estimate an RL step of up to `step_tokens` tokens as configured."""
+    """Estimate the memory of an RL step of up to `step_tokens` tokens with this configuration."""
     losses = [config.loss, *config.loss_of.values()]
     is_split = step_tokens > micro_batch_tokens or any(loss != config.loss for loss in losses)
     return estimate_step(
@@ -139,9 +143,9 @@ def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
     """Return the bytes per token of the activations that are kept for the backward pass.
 
-    Each block keeps the inputs of its two norms, qkv, the attention output, and what its
-    feed-forward part keeps. With recomputation each block keeps its input, and one block at a time
-    keeps all of the above.
+    Each block keeps the inputs of its two norms, q, k, v, the attention output, and intermediate
+    activations of its feed-forward layer. With activation checkpointing (`recomputes`) each block
+    keeps only its input, and one block at a time keeps all of these activations.
     """
     q, k, v = spec.qkv_splits
     of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
@@ -157,7 +161,8 @@ def micro_batch_tokens(
 ) -> int:
     """Return the default number of tokens per micro-batch, from FEW_TOKENS to MANY_TOKENS.
 
-    More than FEW_TOKENS only if their activations fit into a fifth of a GPU's memory.
+    Within these limits, it is the number of tokens whose activations fit into a fifth of the GPU's
+    memory, `device_bytes`; FEW_TOKENS if `device_bytes` is None.
     """
     if device_bytes is None:
         return FEW_TOKENS

@@ -31,10 +31,11 @@ def step_muon(
 ) -> None:
     """Update parameters in place with Muon and decoupled weight decay.
 
-    If weights and momenta are sharded, `grads` are this rank's parts, and the call is collective.
+    If weights and momenta are sharded, `grads` are this rank's shards, and the call is collective.
 
     Args:
-        splits: for each parameter, a function that splits it into its stacked matrices, which are updated separately.
+        splits: for each parameter, a function that splits the parameter's update into its stacked
+            matrices, such as q, k and v. Each matrix is orthogonalized separately.
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):

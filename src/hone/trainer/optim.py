@@ -24,9 +24,10 @@ log = logging.getLogger("hone")
 def learning_rate(
     optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int
 ) -> float:
-    """Return the rate of step `step` (from 1): linear warm-up, then the schedule to min_lr.
+    """Return the learning rate of step `step`, counted from 1: warm-up, then the schedule.
 
-    min_lr is reached one step after the last, so that the last step still has an effect.
+    The warm-up is linear. A schedule that decays reaches min_lr one step after the last, so that
+    the last step still has an effect.
     """
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
@@ -53,14 +54,14 @@ class Optimizer:
     """In-place AdamW (Loshchilov & Hutter 2019), with Muon for the blocks' matrices if configured.
 
     Parameters keep their storage, so a sampler may read them. Half-precision parameters are rounded
-    from fp32 masters. With `type` muon, Muon updates the blocks' matrices (`muon.py`); matrices
-    that are stored in one parameter are updated separately. Gradients are summed over ranks; each
-    rank of a sharded model updates its own part.
+    from fp32 masters. With `type` muon, Muon updates the matrices of the transformer blocks
+    (`muon.py`); matrices that are stored in one parameter are updated separately. Gradients are
+    summed over ranks; each rank of a sharded model updates its own shard.
 
-    AdamW runs in torch's fused kernel, or in `kernels/adamw.py` for half-precision parameters on a
-    GPU, bfloat16 moments and offloaded state. Constructing `torch.optim.AdamW` would import the
-    compiler, which takes longer than loading a small model. Tests compare the updates with those of
-    `torch.optim.AdamW`.
+    AdamW runs in torch's fused kernel; for half-precision parameters on a GPU, for bfloat16 moments
+    and for offloaded state it runs in `kernels/adamw.py`. `torch.optim.AdamW` is not used, because
+    constructing it would import torch's compiler, which takes longer than loading a small model.
+    Tests compare the updates with those of `torch.optim.AdamW`.
     """
 
     def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
@@ -166,9 +167,10 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> float:
-        """Clip, update, and clear the gradients; return their norm before clipping.
+        """Clip the gradients, update the parameters and clear the gradients; return the norm.
 
-        Nothing is updated if the norm is not finite or exceeds `skip_norm`.
+        The norm is that of the gradients before clipping. If it is not finite or exceeds
+        `skip_norm`, no parameter is updated.
         """
         grads = self._sums or self.local_gradients()
         self._sums = None
@@ -195,9 +197,9 @@ class Optimizer:
 
     @torch.no_grad()
     def compile_kernels(self) -> None:
-        """Compile the kernels of a step.
+        """Compile the kernels of a step by launching them on dummy numbers.
 
-        Computes the gradients' norm, updates a few dummy numbers, and clears the gradients.
+        The norm of the present gradients is computed too; then the gradients are cleared.
         """
         self.gradient_norm(self.local_gradients())
         torch._foreach_add_(self.steps, 0)
@@ -293,13 +295,16 @@ class Optimizer:
 
 
 def _find_muon_matrices(trained: dict[str, Tensor]) -> list[int]:
-    """Return the indices of the blocks' matrices."""
+    """Return the indices of the parameters that Muon updates: the blocks' 2-D weights."""
     named = enumerate(trained.items())
     return [i for i, (name, p) in named if p.dim() == 2 and name.startswith("blocks.")]
 
 
 def _total_norm(grads: list[Tensor]) -> Tensor:
-    """Return the norm of all tensors; row by row on a CPU, independent of the number of threads."""
+    """Return the L2 norm of all tensors together.
+
+    On a CPU it is computed row by row, so that it does not depend on the number of threads.
+    """
     if grads[0].device.type != "cpu":
         return torch.linalg.vector_norm(
             torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32))

@@ -37,9 +37,10 @@ Mask = Sequence[bool] | NDArray[np.bool_]
 
 @dataclass
 class Packed:
-    """A micro-batch: T input tokens, N targets, and the K rows that predict them.
+    """A micro-batch: T input tokens, N target tokens, and the K inputs that predict the targets.
 
-    Targets are in the order of their sequences.
+    Targets are in the order of their sequences. K < N if one input, the end of a shared prompt,
+    predicts a target of several sequences.
     """
 
     attention: PackedAttention
@@ -52,7 +53,10 @@ class Packed:
     source_N: np.ndarray  # likewise of each target
 
     def target_hidden(self, model: Transformer) -> Tensor:
-        """Return hidden states that predict the targets, N x D; the last block computes no others."""
+        """Return the hidden states that predict the targets, N x D.
+
+        The last block computes only the inputs that predict a target.
+        """
         hidden_KD = model(
             self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K
         )
@@ -62,7 +66,10 @@ class Packed:
         return F.embedding(self.row_N, hidden_KD)
 
     def of_targets(self, values: Sequence[Sequence[float] | NDArray[np.float64]]) -> Tensor:
-        """Select the targets' values, N, from values of all tokens, without synchronizing."""
+        """Select the values of the N targets from per-sequence values of all tokens.
+
+        The copy to a GPU does not synchronize.
+        """
         return to_device(flatten_rows(values, np.float32)[self.source_N], self.tokens_T.device)
 
     def count_flops(self, spec: ModelSpec) -> float:
@@ -83,9 +90,9 @@ class Packed:
     def compute_loss(
         self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
     ) -> Tensor:
-        """Return the sum of `loss(part, logprobs, entropies)` over slices of targets.
+        """Return the sum of `loss(part, logprobs, entropies)` over slices of the targets.
 
-        See `kernels/head.py`.
+        `part` is the slice; logprobs and entropies are those of its targets. See `kernels/head.py`.
         """
         hidden_ND = self.target_hidden(model)
         weight_VD = model.head_weight_VD
@@ -126,17 +133,17 @@ def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
 
 
 def prompt_of(ids: Ids, mask: Mask) -> tuple[int, ...]:
-    """Return the tokens before the first target; empty if there is none."""
+    """Return the tokens before the first target; empty if no token is a target."""
     return tuple(np.asarray(ids[: int(np.argmax(mask))]).tolist())
 
 
 def pack_shared(
     ids: Sequence[Ids], masks: Sequence[Mask], device: torch.device | str = "cpu"
 ) -> Packed:
-    """Pack sequences like `pack_sequences`, but compute a prompt that neighbours share only once.
+    """Pack sequences like `pack_sequences`, but compute a prompt shared by neighbours only once.
 
-    Every sequence needs a target that is not its first token. Logits and gradients equal those of
-    `pack_sequences`, with fewer input tokens.
+    Neighbours are consecutive sequences. Every sequence needs a target that is not its first token.
+    Logits and gradients equal those of `pack_sequences`, with fewer input tokens.
     """
     lengths = np.array([len(sequence) for sequence in ids])
     starts = np.cumsum(lengths) - lengths
@@ -184,8 +191,9 @@ def pack_shared(
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Divide sequences into evenly filled micro-batches of at most `budget` tokens.
 
-    A sequence longer than `budget` has a micro-batch of its own. Best fit decreasing: the longest
-    sequence is placed first, each in the fullest micro-batch that has room. The number of
+    Returns the indices of the sequences of each micro-batch. A sequence longer than `budget` has a
+    micro-batch of its own. Best-fit decreasing bin packing: sequences are placed in order of
+    decreasing length, each in the fullest micro-batch that it fits into. The number of
     micro-batches is at most 11/9 of the smallest possible, plus one.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
@@ -211,7 +219,11 @@ def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def split_by_prompt(
     prompts: Sequence[tuple[int, ...]], lengths: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """Divide like `split_by_tokens`, keeping equal prompts together and counting them once."""
+    """Divide sequences into micro-batches of at most `budget` tokens, grouped by prompt.
+
+    Sequences with equal prompts are adjacent; the tokens of their prompt count once per
+    micro-batch.
+    """
     first: dict[tuple[int, ...], int] = {}
     group = [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
     side_by_side = sorted(range(len(lengths)), key=group.__getitem__)
@@ -264,9 +276,9 @@ def share_by_prompt(
 
 
 def _split_evenly(split: Callable[[int], list[list[int]]], budget: int) -> list[list[int]]:
-    """Split with the smallest budget that needs no more micro-batches than `budget`.
+    """Call `split` with the smallest budget that gives as few micro-batches as `budget` gives.
 
-    So no micro-batch is nearly empty.
+    This leaves no micro-batch nearly empty.
     """
     parts = split(budget)
     least = 1

@@ -22,9 +22,9 @@ PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
 
 
 class Laps:
-    """Stopwatch that adds up seconds by name; it does nothing unless it is on.
+    """Stopwatch that adds up seconds by name; does nothing unless `is_on`.
 
-    A call adds the time since the previous call to its name, after synchronizing a GPU.
+    A call `laps(name)` synchronizes the GPU and adds the time since the previous call to `name`.
     """
 
     def __init__(self, device: torch.device, is_on: bool) -> None:
@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
 
 
 def model_flops_utilization(flops_per_second: float, device: torch.device) -> float | None:
-    """Return the share of the card's dense bf16 rate, None if that is unknown."""
+    """Return a FLOP rate as a fraction of the GPU's dense bf16 peak, None if the peak is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -83,9 +83,9 @@ WARM_UP = 3  # steps before measurement
 def print_bench(
     name: str, model: nn.Module, steps: list[dict[str, float]], seconds: dict[str, float]
 ) -> None:
-    """Print medians of the measured steps, and the share of time of each part of a step.
+    """Print medians of the metrics of measured steps, and each phase's share of the time.
 
-    `seconds`: total by part.
+    `seconds`: total time by phase, such as forward and backward.
     """
     from rich.console import Console
     from rich.table import Table

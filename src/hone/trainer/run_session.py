@@ -107,12 +107,12 @@ class RunSession:
 
     @contextlib.contextmanager
     def show_heartbeat(self) -> Iterator[None]:
-        """Show in the run's directory that this rank is alive."""
+        """Context manager in which this rank's heartbeat file is updated, to show that it is alive."""
         with Pulse(self.run.pulse_file(rank_name(self.component, self.ranks.rank))):
             yield
 
     def writes_weights(self, step: int, is_last: bool) -> bool:
-        """Return True if the weights of this step are written."""
+        """Return True if the weights of this step are to be written to files."""
         interval = self.config.weights.interval
         return is_last or bool(interval and step % interval == 0)
 

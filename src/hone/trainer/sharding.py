@@ -1,9 +1,10 @@
 """Shard a model over GPUs with FSDP2.
 
-    fp32 parts of all ranks ─ gather a block, in bf16 ─► forward, backward ─ sum over ranks, in fp32 ─► their gradients
+    fp32 shards ─ all-gather a block, in bf16 ─► forward, backward ─ sum over ranks, in fp32 ─► gradients of the shards
 
-Each rank stores a part of each weight, and gathers blocks as they run. Gathers and sums are
-collective: all ranks make the same number of passes, with their own tokens.
+Each rank stores a shard of each weight, and gathers each block's weights when the block runs.
+Gathers and sums are collective, so all ranks must make the same number of passes; each rank's
+passes are over its own tokens.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +65,7 @@ def gather_whole(x: Tensor) -> Tensor:
 
 
 def as_part_of(part: Tensor, like: Any) -> Tensor:
-    """Return a tensor sharded like `like`, from this rank's part."""
+    """Return the tensor, sharded like `like`, of which `part` is this rank's shard."""
     if not hasattr(like, "to_local"):
         return part
     from torch.distributed.tensor import DTensor
@@ -75,7 +76,7 @@ def as_part_of(part: Tensor, like: Any) -> Tensor:
 
 
 def part_of(x: Tensor, like: Any) -> Tensor:
-    """Return this rank's part of a tensor that all ranks have whole, sharded like `like`."""
+    """Return this rank's shard of `x`, which every rank has whole; `like` determines the sharding."""
     if not hasattr(like, "to_local"):
         return x
     from torch.distributed.tensor import distribute_tensor
@@ -86,7 +87,7 @@ def part_of(x: Tensor, like: Any) -> Tensor:
 class Export:
     """The model for servers and files: gathered, adapters merged, in `dtype`.
 
-    A model that is not sharded and has no adapters is returned itself, without a copy.
+    A model that is not sharded and has no adapters is returned as is, without a copy.
     """
 
     def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
@@ -131,11 +132,17 @@ class Export:
         write_more: Callable[[Path], None] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        """Write a model directory, or only its adapter. Collective; the first rank writes.
+        """Write a model directory, or only the model's adapter. Collective; the first rank writes.
 
-        Adapters are merged into the model and also written to lora_adapters/. `where` returns the
-        directory, and only the first rank calls it; `write_more` adds files before the directory
-        appears; a `chat_template` replaces that of `source`.
+        An adapter is merged into the model and also written to lora_adapters/.
+
+        Args:
+            source: directory of the starting model, for configuration and tokenizer.
+            where: returns the directory to write; only the first rank calls it.
+            base: name of the base model, for the adapter's configuration.
+            adapter_alone: write only the adapter, into the directory itself.
+            write_more: adds files before the directory appears.
+            chat_template: replaces the chat template of `source`.
         """
         model = None if adapter_alone else self()
         adapter = {} if self.lora_config is None else self.adapter_tensors()

@@ -1,4 +1,4 @@
-"""Send a LoRA adapter as peft files per version; its base weights are sent once.
+"""Send a LoRA adapter as peft files for each version, and the base weights once.
 
     broadcasts/base/model.safetensors
     broadcasts/step_N/{adapter_config.json, adapter_model.safetensors}

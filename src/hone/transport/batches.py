@@ -33,9 +33,9 @@ class Batches(ABC):
 
     @abstractmethod
     def take(self, step: int) -> Batch | None:
-        """Return the batch of a step, None if it is not there yet.
+        """Return the batch of a step, None if the batch is not there yet.
 
-        Until it is acknowledged, it can be taken again.
+        The batch can be taken again until `acknowledge` is called.
         """
 
     @abstractmethod
@@ -128,9 +128,9 @@ def read_batch(file: Path, run: str) -> Batch | None:
 
 
 def routing_of(samples: list[Sample], spare: int = 0) -> NDArray[np.int16]:
-    """Return the experts used by the samples' tokens, int16; -1 where unknown.
+    """Return the experts used by the samples' tokens, int16, -1 where unknown.
 
-    A sample has a row for each token but its last, then `spare` rows of -1.
+    A sample has one row for each of its tokens but the last, followed by `spare` rows of -1.
     """
     width = next(s.routing.shape[1] for s in samples if s.routing is not None)
     lengths = [len(s.ids) - 1 + spare for s in samples]

@@ -1,4 +1,4 @@
-"""Waits between processes with names and deadlines, and heartbeats."""
+"""Heartbeats of processes, and waits for other processes with a deadline and log messages."""
 
 import contextlib
 import logging
@@ -68,7 +68,8 @@ class Pulse(Beside):
 class PulseOf:
     """Heartbeat of another process, read from its file.
 
-    It compares contents, not clocks, which may differ between machines.
+    Beats are detected by changes of the file's contents, not by time stamps, since the clocks of
+    two machines may differ.
     """
 
     def __init__(self, path: Path) -> None:

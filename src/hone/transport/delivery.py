@@ -2,8 +2,8 @@
 
     trainer ── broadcasts/step_N/{config.json, delivery.json, STABLE, and files of the transport} ──►
 
-They are published by rename and found by listing. A delivery carries the run's id, so that files of
-an earlier run are ignored.
+The directory of a version is published by rename and found by listing. A delivery carries the run's
+id, so that files of an earlier run are ignored.
 """
 
 import json
@@ -64,7 +64,7 @@ class Delivery:
 
 
 def write_delivery(delivery: Delivery, directory: Path) -> None:
-    """Write the last files of a version's directory, before it is published."""
+    """Write delivery.json and then STABLE, the last files of a version before it is published."""
     # The message may contain a secret.
     descriptor = os.open(directory / DELIVERY, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -2,11 +2,11 @@
 
 Readers are processes of the same machine, on the same GPU or another one over NVLink or PCIe.
 
-    owner: Owned(tensors like these) ── describe_memory(): layout and handle, as JSON ──► reader: map_memory(words, GPU)
+    owner: Owned(tensors, device) ── describe_memory(): layout and handle, as JSON ──► reader: map_memory(words, GPU)
            Stamp().change_version(version) ── describe_stamp() ─────────────────► StampReader(words).hold_version()
 
-A `Stamp` holds the version of the contents, and keeps their owner from changing them while somebody
-reads.
+A `Stamp` holds the version of the block's contents. The owner waits, up to a time limit, before it
+changes a block that a process reads.
 """
 
 import fcntl
@@ -30,9 +30,9 @@ Layout = list[tuple[str, str, list[int], int]]  # name, dtype, shape and first b
 
 
 def layout_of(like: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> tuple[Layout, int]:
-    """Return the layout of tensors in one block, sorted by name, and its size in bytes.
+    """Return the layout of tensors in one block, sorted by name, and the block's size in bytes.
 
-    `dtype` replaces the dtype of every tensor; None keeps them.
+    `dtype` replaces the dtype of every tensor; None keeps their dtypes.
     """
     layout: Layout = []
     size = 0
@@ -55,24 +55,28 @@ class Owned:
         self.tensors = tensors_in(self.memory, self.layout)
 
     def describe_memory(self) -> dict[str, Any]:
-        """Return layout and handle for one reader, which may open it once; plain data."""
+        """Return the block's layout and a CUDA IPC handle, as plain data, for one reader.
+
+        The reader may open the handle once.
+        """
         _, *handle = self.memory.untyped_storage()._share_cuda_()
         plain = [b64encode(part).decode() if isinstance(part, bytes) else part for part in handle]
         return {"gpu": gpu_of(self.memory.device), "handle": plain, "layout": self.layout}
 
 
 def open_tensors(words: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the owner's tensors, mapped for this process's current GPU."""
+    """Map memory of another process, as described by its `Owned`, and return the tensors in it."""
     return tensors_in(
         map_memory(words, torch.device("cuda", torch.cuda.current_device())), words["layout"]
     )
 
 
 def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
-    """Map the owner's memory for a GPU of this process.
+    """Map another process's memory for use on `device`, a GPU of this process; return it as uint8.
 
-    The memory may be on the same GPU or on another one, which need not be visible here. Raises
-    RuntimeError if it cannot be reached.
+    The memory may be on the same GPU or on another one, which need not be visible in this process.
+    `words` is what `Owned.describe_memory` returned. Raises RuntimeError if the memory cannot be
+    reached.
     """
     handle = [b64decode(part) if isinstance(part, str) else part for part in words["handle"]]
     handle[-1] = False  # do not wait for the owner's GPU work
@@ -82,9 +86,9 @@ def map_memory(words: dict[str, Any], device: torch.device) -> Tensor:
 
 
 class Stamp:
-    """Version of shared memory, in an unnamed file that readers lock.
+    """Version of a shared memory's contents, in an unnamed file that readers lock to read.
 
-    Locks end with their process.
+    The lock of a process that dies is released.
     """
 
     def __init__(self) -> None:
@@ -93,7 +97,7 @@ class Stamp:
         self._write_version(NONE)
 
     def describe_stamp(self) -> dict[str, Any]:
-        """Return what a reader needs, as plain data."""
+        """Return what a `StampReader` needs to open and verify the file, as plain data."""
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return {"path": path, "file": _file_identity(self._file)}
 
@@ -103,11 +107,11 @@ class Stamp:
 
     @contextmanager
     def change_version(self, version: int, seconds: float) -> Iterator[bool]:
-        """Context manager in which the contents may be changed to those of `version`.
+        """Context manager in which the owner may change the contents to those of `version`.
 
-        Waits up to `seconds` until nobody reads, or not at all if the previous wait failed. Yields
-        True if nobody reads; the contents may be changed in either case. If the block raises, the
-        contents have no version.
+        Waits up to `seconds` until nobody reads; does not wait if the previous call waited in vain.
+        Yields True if nobody reads; the contents may be changed in either case. If the body of the
+        `with` statement raises, the contents have no version.
         """
         self._was_alone = _acquire_lock(
             self._file, fcntl.LOCK_EX, seconds if self._was_alone else 0.0
@@ -174,7 +178,7 @@ def _acquire_lock(file: IO[bytes], kind: int, seconds: float) -> bool:
 
 
 def machine_of() -> str:
-    """Return an id of this machine (of the host, in a container), "" if unknown."""
+    """Return an id of this machine, "" if unknown; in a container it is the host's id."""
     try:
         return BOOT.read_text().strip()
     except OSError:
@@ -187,7 +191,7 @@ def gpu_of(device: torch.device) -> str:
 
 
 def tensors_in(memory: Tensor, layout: Layout) -> dict[str, Tensor]:
-    """Return the tensors of a layout in this memory."""
+    """Return views of a block of memory as the tensors of a layout, by name."""
     found = {}
     begin = layout[0][3] if layout else 0
     for name, dtype, shape, first in layout:

@@ -1,11 +1,11 @@
 """Send weights from the trainer's memory to the servers' memory, without files.
 
-    between machines and CPUs, over NCCL or Gloo, one process group per server:
-        server ── request of version V ─► TCPStore of the trainer
+    to a CPU or another machine, over Gloo or NCCL, one process group per server:
+        server ── request for version V ─► TCPStore of the trainer
         trainer, Sender's thread ── snapshot of V, in few large transfers ─► server
 
-    on GPUs of one machine:
-        server ── request of the memory handle, once ─► TCPStore of the trainer; then it copies from the snapshot itself
+    between GPUs of one machine:
+        server ── request for the memory handle, once ─► TCPStore of the trainer; the server then copies the snapshot
 
 Any process that reaches the port can read and write the store. Therefore trainer and servers share
 a secret of the run, which a server receives with the delivery. Names of the store's keys are
@@ -97,7 +97,7 @@ class Secret:
 class NetworkSender(Sender):
     """Sender that answers the servers' requests while it is entered as a context manager.
 
-    The servers receive a snapshot of the weights, which `send_version` replaces.
+    Servers receive a snapshot of the weights; each call of `send_version` replaces this snapshot.
     """
 
     def __init__(self, host: str, log: logging.Logger) -> None:
@@ -230,8 +230,11 @@ class NetworkSender(Sender):
         """Answer a server's request.
 
         Args:
+            name: name of the server.
+            version: version that the server requests or has copied.
             number: number of the request, by which the server finds the answer.
-            what: SEND, SHOW or TAKEN.
+            what: SEND: transfer the weights; SHOW: describe the memory to be mapped; TAKEN: the
+                server reports that it has copied the version.
             device: type of the server's device.
         """
         with self._lock:
@@ -273,8 +276,9 @@ class _Shown:
     def copy_weights(self, arrivals: "_Arrivals", arrived: Arrived) -> None:
         """Copy the snapshot into the server's tensors.
 
-        Copies are direct on one GPU, else made by a copy engine, which is faster over NVLink.
-        Raises ValueError for unexpected tensors.
+        If both processes use the same GPU, tensors are copied directly; otherwise a copy engine
+        copies them in portions, which is faster over NVLink. Raises ValueError for unexpected
+        tensors.
         """
         if arrivals.layout != self.layout:
             rows = self.layout + arrivals.layout
@@ -297,7 +301,7 @@ class _Shown:
         return torch.cuda.Stream(self.memory.device)
 
     def _start_copy(self, part: slice, room: torch.Tensor) -> Callable[[], None]:
-        """Start copying a part to a buffer."""
+        """Start to copy bytes of the snapshot to `room`; return a function that waits for the copy."""
         now = torch.cuda.current_stream(room.device)
         self._copy_stream.wait_stream(now)  # which has used the buffer
         with torch.cuda.stream(self._copy_stream):
@@ -422,7 +426,7 @@ class NetworkReceiver(Receiver):
 
 
 def is_near(message: Message, device: torch.device) -> bool:
-    """Return True if a GPU of the trainer is on this GPU's machine."""
+    """Return True if `device` is a GPU on the machine of the trainer's GPU, as given in `message`."""
     own = {"machine": machine_of(), "gpu": gpu_of(device)}
     return device.type == "cuda" and any(
         value and message.get(key) == value for key, value in own.items()
@@ -435,7 +439,7 @@ def unless_superseded(version: int, newest: int) -> None:
 
 
 class _Arrivals:
-    """A server's tensors, and two buffers through which portions are copied into them."""
+    """A server's tensors, and two buffers through which the snapshot is copied to them."""
 
     def __init__(self, into: Tensors, dtype: torch.dtype) -> None:
         """Set up for contents that arrive in `dtype`."""
@@ -447,7 +451,9 @@ class _Arrivals:
     def _list_parts(
         self,
     ) -> list[tuple[slice, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]]:
-        """Return each portion's range in the snapshot, buffer, views in it and target tensors."""
+        """Return for each portion: its byte range, a buffer, views of the buffer, and target
+        tensors.
+        """
         parts = list(group_tensors(self.layout, self._size))
         sizes = [end - first for _, first, end in parts]
         device = next(iter(self.into.values())).device

@@ -54,7 +54,10 @@ Seen = list[tuple[NDArray[np.float32], NDArray[np.bool_]]]
 
 
 def read_trained(directory: Path) -> dict[tuple[int, int], Seen]:
-    """Return logprobs and masks by group and member; empty if not trained on or unreadable."""
+    """Return logprobs and masks by group and member.
+
+    The result is empty if the step was not trained on; unreadable files are skipped.
+    """
     found: dict[tuple[int, int], Seen] = defaultdict(list)
     for file in sorted(directory.glob("trainer.*.safetensors")):
         try:

@@ -36,17 +36,17 @@ class Sender(ABC):
     @property
     @abstractmethod
     def delivery_message(self) -> Message:
-        """Return the message for receivers."""
+        """Return the message to receivers that a version's delivery carries."""
 
     @abstractmethod
     def send_version(self, version: int, tensors: Tensors, place: Path) -> int:
-        """Make this the version that receivers get; return its size in bytes."""
+        """Make `tensors` available to receivers as version `version`; return their size in bytes."""
 
     def send_base(self, base: Tensors, broadcasts: Path) -> None:  # noqa: B027
         """Send an adapter's base weights, once before its first version."""
 
     def wait_for_receivers(self, is_waited_for: Callable[[], bool]) -> None:  # noqa: B027
-        """Wait until all earlier receivers have the last version.
+        """Wait until every server that received an earlier version has the last one.
 
         Ends early when `is_waited_for()` returns False.
         """
@@ -70,11 +70,11 @@ class Receiver(ABC):
         into: Tensors,
         arrived: Arrived = ignore_arrivals,
     ) -> None:
-        """Fill the tensors `into` with a version.
+        """Copy the weights of a version into the tensors `into`.
 
-        A transport that receives the tensors in portions calls `arrived` with the names in each
-        portion, as soon as it is complete. On a GPU, work launched on the current stream from then
-        on sees the new values.
+        A transport that receives the tensors in portions calls `arrived` with the names of a
+        portion's tensors as soon as the portion is complete. On a GPU, work launched on the current
+        stream from then on sees the new values.
 
         Raises:
             Superseded: the trainer has another version.

@@ -15,11 +15,11 @@ COMMAND = (sys.executable, "-P", "-m", "hone.environments.protocols.isolated_wor
 
 
 class Isolated(WorkerEnvironment):
-    """Environment of Hone whose rollouts run in worker processes.
+    """Environment written for Hone whose rollouts run in worker processes.
 
     Each worker loads the environment by id and arguments. Examples, tools and demonstrations come
-    from `environment` in this process. Rubrics added here run in this process and see only the JSON
-    part of a rollout's state.
+    from `environment` in this process. Rubrics added by `add_rubric` also run in this process, and
+    see only those values of a rollout's state that JSON can represent.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Isolated(WorkerEnvironment):
         self.added.append(rubric)
 
     def on_reward_error(self, what: str) -> None:
-        """Set the effect of a failed reward function, here and in the workers.
+        """Set the effect of a failed reward function, "fail" or "zero", here and in the workers.
 
-        Idle workers are restarted with it; a busy worker keeps its setting until its process is
-        replaced.
+        Idle workers are restarted with the new setting; a busy worker keeps the old one until its
+        process is replaced.
         """
         self.environment.on_reward_error(what)
         for rubric in self.added:
@@ -83,7 +83,7 @@ class Isolated(WorkerEnvironment):
         return self.environment.has_group_rewards
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Score a group. Functions see the part of `states` that JSON can hold."""
+        """Score a group; reward functions see only state values that JSON can represent."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if scored and self.has_group_rewards:
             message = {"rollouts": [rollout.to_json() for rollout in scored]}

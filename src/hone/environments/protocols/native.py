@@ -15,10 +15,11 @@ def module_of(env_id: str) -> str:
 
 
 def load_native(env_id: str, module_name: str, arguments: dict[str, Any]) -> Environment:
-    """Import a module and call its `load_environment`.
+    """Import an environment's module and call its `load_environment`.
 
-    Raises ValueError for a module that cannot be imported, arguments that it does not accept, a
-    result that is no environment, and reward functions with unavailable arguments.
+    Raises ValueError if the module cannot be imported or has no `load_environment`, if that
+    function does not accept `arguments` or returns no environment, or if a reward function requires
+    an argument that is not available.
     """
     try:
         with CONTAINED:

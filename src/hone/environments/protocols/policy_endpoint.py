@@ -1,6 +1,8 @@
-"""OpenAI endpoint on loopback for environments in other processes, with one URL per rollout.
+"""Serve the policy on loopback as an OpenAI-compatible API, with one URL per rollout.
 
-POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
+    POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
+
+Environments in other processes send their model requests to this API.
 """
 
 import asyncio
@@ -41,10 +43,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass
 class RolloutAccess:
-    """URL, model client and recorded turns of one rollout at the endpoint.
+    """URL, model client and recorded turns of one rollout that uses the endpoint.
 
     Attributes:
-        is_full: True if the context had no room for an answer.
+        is_full: True if a request left no space for an answer within the context length.
     """
 
     url: str
@@ -190,7 +192,7 @@ def _encode_completion(turn: Turn) -> dict[str, Any]:
 
 
 def _stream_answer(answer: dict[str, Any]) -> Response:
-    """Yield the whole answer as one event, for clients that request a stream."""
+    """Return an event stream with the whole message in one chunk, for clients that stream."""
     choice = answer["choices"][0]
     calls = [
         {"index": i, **call} for i, call in enumerate(choice["message"].get("tool_calls") or [])

@@ -1,10 +1,10 @@
-"""Run environments of the verifiers library in processes of the Python where it is installed.
+"""Run environments of the verifiers library in processes of the Python that has it installed.
 
     rollout ── {"rollout", row, url} ──► verifiers_worker.py ── POST url/… ──► PolicyEndpoint ─► client.chat
             ◄─ {"done", messages, reward, metrics} ──┘                         └ records the turns
 
-Sampled tokens never pass through the library: `PolicyEndpoint` records the turns of a rollout with
-their tokens.
+Sampled tokens never pass through verifiers: `PolicyEndpoint` records each turn of a rollout with
+its tokens.
 """
 
 import importlib.util
@@ -30,15 +30,15 @@ LOAD_SECONDS = 300.0  # seconds to import the library and load the data
 
 
 def isolated_place(name: str) -> Path:
-    """Return the directory of an environment's own virtual environment, if it has one."""
+    """Return the path of an environment's own virtual environment, which may not exist."""
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     return data / "hone" / "environments" / name
 
 
 def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
-    """Return the Python interpreter for a verifiers environment, or None for another environment.
+    """Return the Python interpreter for a verifiers environment, None if it does not use verifiers.
 
-    Raises ValueError if `venv` has no interpreter.
+    Raises ValueError if the configured `venv` has no interpreter.
     """
     if venv is not None:
         python = Path(venv) / "bin" / "python"
@@ -54,7 +54,7 @@ def python_of(name: str, module_name: str, venv: str | None) -> Path | None:
 
 
 def _imports_verifiers(module_name: str) -> bool:
-    """Return True if the module's source uses the library; the module is not imported."""
+    """Return True if the module's source imports verifiers; the module itself is not run."""
     spec = importlib.util.find_spec(module_name)
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return False
@@ -69,9 +69,9 @@ def _imports_verifiers(module_name: str) -> bool:
 
 @dataclass
 class _Rows:
-    """The dataset rows of the library and the Hone examples built from them.
+    """Dataset rows of a verifiers environment, and the Hone examples built from them.
 
-    The rows are kept since the environment may read fields that examples lack.
+    The rows are kept since the environment may read fields that the examples do not have.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -83,9 +83,9 @@ class _Rows:
 
 
 class VerifiersEnv(WorkerEnvironment):
-    """An environment of verifiers in `workers` processes.
+    """Environment of the verifiers library that runs in `workers` processes.
 
-    `env_id` and `arguments` are passed to the library's load_environment.
+    `env_id` and `arguments` are passed to verifiers' `load_environment`, run by `python`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class VerifiersEnv(WorkerEnvironment):
         return self._has_groups
 
     def demonstrate(self, messages: list[Message], example: Example, rng: random.Random) -> None:
-        """Return None: the library has no demonstrations."""
+        """Return None: verifiers environments have no demonstrations."""
         return None
 
     def check(self) -> None:
@@ -144,7 +144,7 @@ class VerifiersEnv(WorkerEnvironment):
         )
 
     def on_reward_error(self, what: str) -> None:
-        """Refuse "fail": the library counts 0 for a function that raises and does not report it."""
+        """Raise ValueError for "fail": verifiers counts a failed function as 0 without a report."""
         if what == "fail":
             raise ValueError(
                 f'{self.name}: env.on_reward_error = "fail" is for environments of Hone; verifiers counts 0'
@@ -182,7 +182,7 @@ class VerifiersEnv(WorkerEnvironment):
         return self.choose_worker()
 
     async def score_group(self, rollouts: Sequence[Rollout]) -> None:
-        """Score a group with the library's own group scoring."""
+        """Score a group with verifiers' own group scoring."""
         scored = [rollout for rollout in rollouts if not rollout.error]
         if not scored:
             return

@@ -51,7 +51,7 @@ def load_environment(name, arguments):
 
 
 def has_groups(environment, found):
-    """Return True if reward functions compare the rollouts of an example."""
+    """Return True if reward functions compare an example's rollouts; `found`: verifiers version."""
     return found >= (0, 1, 10) and getattr(environment, "requires_group_rollouts", False) is True
 
 
@@ -144,9 +144,9 @@ class VerifiersWorker:
         }
 
     async def roll_out_unscored(self, given, client, model, sampling):
-        """Run a rollout without scoring it; return it and the key of its state in `self.kept`.
+        """Run the dataset row `given` unscored; return the rollout and its key in `self.kept`.
 
-        `score` uses the state when the group is complete.
+        `self.kept` holds the rollout's state until `score` is called for the complete group.
         """
         from verifiers.clients import resolve_client
 

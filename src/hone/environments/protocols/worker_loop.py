@@ -1,7 +1,7 @@
-"""The side of the worker protocol that runs in an environment's process.
+"""Worker's side of the protocol between Hone and an environment's process.
 
-Standard library only: a worker for another library runs with that library's Python, which need not
-have Hone. `worker_process.py` describes the protocol.
+`worker_process.py` is the other side and describes the protocol. Only the standard library is
+imported: a worker for verifiers runs with the Python of verifiers, which need not have Hone.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ class WorkerLoop:
             self._output.flush()
 
     def start_reading(self) -> None:
-        """Read messages in a thread, so that `alive` is answered while the environment loads or blocks."""
+        """Read messages in a thread, which answers `alive` even while the environment blocks."""
         threading.Thread(target=self._read_lines, daemon=True).start()
 
     async def ask_parent(self, request_id: int, question: Message) -> Message:
@@ -58,7 +58,7 @@ class WorkerLoop:
             del self._questions[question_id]
 
     def serve_requests(self, handlers: dict[str, Callable[[Message], Awaitable[Any]]]) -> None:
-        """Serve requests until the parent is gone. `handlers`: by the kind of request."""
+        """Serve requests until the parent ends; `handlers` has a handler per kind of request."""
         self._handlers = handlers
         self._loop.run_forever()
 

@@ -8,10 +8,11 @@
           {"ping": -1} ─► {"pong": -1}      answered by the worker's event loop
           {"alive": -1} ─► {"alive": -1}    answered by the worker's reading thread
 
-Messages are lines of JSON over the worker's standard input and output. A worker of another library
-sends no "chat"; it receives the URL of an OpenAI endpoint with each rollout (`policy_endpoint.py`).
-A worker that dies is replaced; its rollouts fail and are retried like others. A worker is killed if
-its process stops responding, or if its event loop is blocked when a rollout times out.
+Messages are lines of JSON over the worker's standard input and output. A worker for the verifiers
+library sends no "chat"; each of its rollouts receives the URL of an OpenAI endpoint
+(`policy_endpoint.py`). A worker that dies is replaced; its rollouts fail and are retried like other
+failed rollouts. A worker is killed if its process stops responding, or if its event loop is blocked
+when a rollout times out.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ log = logging.getLogger("hone.environments")
 
 @dataclass
 class _Pending:
-    """A request in a worker: the future that awaits it, its client, and its process."""
+    """Request sent to a worker: the future of its result, the model client and the process."""
 
     future: asyncio.Future[Any]
     client: ModelClient | None
@@ -78,9 +79,10 @@ class WorkerProcess:
     async def send_request(
         self, kind: str, message: dict[str, Any], client: ModelClient | None = None
     ) -> Any:
-        """Send a request and return its result. `client` answers the worker's chats.
+        """Send a request to the worker and return its result.
 
-        Raises ConnectionError if the worker dies, RuntimeError if the environment raises.
+        `client` answers the model requests that the worker sends meanwhile. Raises ConnectionError
+        if the worker dies, RuntimeError if the environment raises.
         """
         request_id = next(self._request_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -183,7 +185,7 @@ class WorkerProcess:
             self._send_message({**reply, "turn": asdict(turn)})
 
     async def _watch_process(self, process: asyncio.subprocess.Process) -> None:
-        """Kill the process if it shows no sign of life while it has work."""
+        """Kill the process if it sends no message for too long, not even an answer to `alive`."""
         self._last = time.monotonic()
         self._is_up = False
         while process.returncode is None:

@@ -35,7 +35,7 @@ NUMBERS = itertools.count()
 class Answer:
     """Base class of chat and text answers.
 
-    `prompts` holds the token ids of each prompt, which has `n` completions.
+    `prompts` holds the token ids of each prompt. For each prompt there are `request.n` completions.
     """
 
     kind = ""
@@ -57,7 +57,7 @@ class Answer:
         }
 
     def encode_json(self, value: dict[str, Any]) -> str:
-        """Encode a value as JSON, with the texts given to `embed_json` in their places."""
+        """Encode a value as JSON; insert the texts passed to `embed_json` at their placeholders."""
         text = _dump_json(value)
         while self._written:
             place, written = self._written.popitem()
@@ -99,7 +99,10 @@ class Answer:
         raise NotImplementedError
 
     def context_tokens(self, index: int) -> list[int]:
-        """Return the tokens before a completion that its text depends on; empty if there are none."""
+        """Return the tokens before completion `index` that affect its decoded text.
+
+        The list is empty if there are none, as in a chat.
+        """
         return []
 
     def completion_text(self, completion: Completion, index: int = 0) -> str:
@@ -117,7 +120,7 @@ class Answer:
         )
 
     def build_token_fields(self, completion: Completion) -> dict[str, Any]:
-        """Return the requested fields with tokens: logprobs, token ids, policy versions."""
+        """Return the requested token fields: logprobs, token ids, policy versions."""
         extras: dict[str, Any] = {}
         if self.request.return_token_logprobs:
             extras["token_logprobs"] = completion.logprobs
@@ -151,11 +154,11 @@ class Answer:
 
     @property
     def held_back_strings(self) -> list[str]:
-        """Return the strings whose beginnings are held back until they are complete."""
+        """Return strings at which a streamed text is held back, such as the start of a tool call."""
         return []
 
     def encode_chunk(self, choices: list[Choice], **more: Any) -> str:
-        """Encode a chunk as JSON; its head is the same for the whole stream."""
+        """Encode a chunk as JSON; the fields that all chunks of the stream share are encoded once."""
         self._chunk_head = (
             self._chunk_head or _dump_json({**self.head, "object": self.chunk_kind})[:-1]
         )
@@ -166,15 +169,18 @@ class Answer:
         return None
 
     def build_delta(self, index: int, said: str, piece: Completion) -> Choice:
-        """Return the delta of a piece: its tokens, and `said`, the text that became final with
-        them.
+        """Return the choice to stream for new tokens of completion `index`.
+
+        Args:
+            said: text that became final with these tokens.
+            piece: the new tokens.
         """
         raise NotImplementedError
 
     def build_last_delta(
         self, index: int, spelling: Spelling, piece: Completion, whole: Completion
     ) -> Choice:
-        """Return the delta with the last tokens and the finish reason."""
+        """Return the last choice to stream: tokens of `piece`, finish reason of `whole`."""
         raise NotImplementedError
 
 
@@ -247,9 +253,7 @@ class ChatAnswer(Answer):
         }
 
     def _build_logprobs(self, index: int, completion: Completion) -> dict[str, Any] | None:
-        """Return the `logprobs` field of new tokens; the bytes of its entries, joined, are the
-        text.
-        """
+        """Return the `logprobs` field of new tokens; the `bytes` of all entries join to the text."""
         if not self.chat.logprobs:
             return None
         is_first = index not in self._begun and self.tokenizer.token_texts.drops_first_space
@@ -268,7 +272,7 @@ class ChatAnswer(Answer):
         return {"content": content}
 
     def _encode_entries(self, completion: Completion) -> str:
-        """Encode logprob entries as JSON from cached parts; thousands are written per second.
+        """Encode logprob entries as JSON; for speed, the fragments of each token are cached.
 
         Raises ValueError for logprobs that are not finite.
         """
@@ -415,9 +419,14 @@ class TextAnswer(Answer):
         others: Sequence[tuple[int, float]],
         begins: bool,
     ) -> dict[str, float]:
-        """Return the logprobs of the likeliest tokens and of the actual one, by token name.
+        """Return {token name: logprob} of the likeliest tokens and of the actual token.
 
-        A token whose name is taken is named `token_id:N`.
+        If two tokens have the same name, one of them is named `token_id:N`.
+
+        Args:
+            token_id: the actual token.
+            others: ids and logprobs of the likeliest tokens.
+            begins: True if the token is the first of its text.
         """
         texts = self.tokenizer.token_texts
         found = dict[str, float]()

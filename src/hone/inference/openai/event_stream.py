@@ -20,7 +20,10 @@ from hone.text.structured_outputs import Following
 async def stream_answer(
     connection: Request, sampler: Sampler, answer: Answer, requests: Sequence[GenerateRequest]
 ) -> Response:
-    """Return a stream of events. Raises ValueError or HungUp before the first event."""
+    """Start the requests; return a response that streams the answer as server-sent events.
+
+    Raises ValueError for a refused request, and HungUp for a disconnect before the first event.
+    """
     events = _iterate_events(sampler, answer, requests)
     listening = Listening(connection).__enter__()
     try:
@@ -49,7 +52,8 @@ class _EventEncoder:
     def encode_piece(self, i: int, piece: Completion) -> str:
         """Return the events for the next tokens of completion `i`.
 
-        At the end of the last completion, add the closing events.
+        When the last completion ends, append the usage, if requested, and DONE. Raises ValueError
+        if an output format could not be enforced to the end.
         """
         self.pieces[i].append(piece)
         self.written += len(piece.ids)

@@ -1,4 +1,4 @@
-"""Serve `/v1/responses` for plain text: convert requests to chat requests, and chat answers back."""
+"""Serve `/v1/responses` for plain text by means of chat requests and chat answers."""
 
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -61,7 +61,7 @@ class ResponsesRequest(BaseModel):
         return self
 
     def as_chat(self) -> ChatRequest:
-        """Return the equivalent chat request. Raises ValueError."""
+        """Return the equivalent chat request. Raises ValueError for unsupported input items."""
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
         if isinstance(self.input, str):
             messages.append({"role": "user", "content": self.input})

@@ -60,14 +60,14 @@ def build_refusal(
 
 
 def refuse_request(error: ValueError) -> JSONResponse:
-    """Return the error response for an error, with OpenAI's code if there is one."""
+    """Return a 400 response; for ContextFull with OpenAI's code `context_length_exceeded`."""
     if isinstance(error, ContextFull):
         return build_refusal(400, str(error), code="context_length_exceeded")
     return build_refusal(400, str(error))
 
 
 def add_openai(app: FastAPI, served: Served) -> None:
-    """Add the routes of the OpenAI API and vLLM's for token ids."""
+    """Add the routes of the OpenAI API, and vLLM's routes for token ids."""
     routes = OpenAIRoutes(served)
     app.add_exception_handler(Refusal, answer_refusal)
     app.get("/v1/models")(routes.list_models)
@@ -276,9 +276,10 @@ async def read_body(connection: Request, kind: type[B]) -> B:
 
 
 async def run_beside_loop(work: Callable[[], T], size: int, served: Served | None = None) -> T:
-    """Run work on a text of `size` characters, in a thread if it is large.
+    """Run `work`, which processes a text of `size` characters; in a thread if the text is long.
 
-    Raises ValueError, before any work, for a text that cannot fit into the served model's context.
+    Raises ValueError, before `work` begins, for a text that cannot fit into the served model's
+    context length.
     """
     if size <= THREAD_CHARACTERS:
         return work()
@@ -311,10 +312,12 @@ def _count_characters(messages: Sequence[schema.ChatMessage]) -> int:
 async def _build_requests(
     body: schema.Request, prompts: list[list[int]], served: Served, wanted: int | None, room: int
 ) -> list[GenerateRequest]:
-    """Build the requests of all prompts. Raises ValueError.
+    """Build the requests of all prompts, `n` per prompt. Raises ValueError.
 
-    The grammar of an output format is compiled in a thread: it may be large, and the first one
-    scans the whole vocabulary.
+    `wanted` is the requested number of completion tokens (None: no limit), `room` the maximum
+    number of tokens of a prompt and its completion together. The grammar of an output format is
+    compiled in a thread: it may be large, and the first grammar requires a scan of the whole
+    vocabulary.
     """
 
     if len(prompts) * (body.n or 1) > MAX_COMPLETIONS:
@@ -337,7 +340,8 @@ def _build_requests_of_prompt(
 ) -> list[GenerateRequest]:
     """Build the `n` requests of a prompt. Raises ValueError.
 
-    `wanted` is the requested number of tokens, `room` the context for prompt and completion.
+    `wanted` is the requested number of completion tokens (None: no limit), `room` the maximum
+    number of tokens of the prompt and a completion together.
     """
     if wanted is not None and len(prompt_ids) + wanted > room:
         raise ContextFull(
@@ -386,7 +390,10 @@ def _build_requests_of_prompt(
 
 
 def _choose_form(body: schema.Request, served: Served) -> Form | None:
-    """Return the output format that is requested, or None. Raises ValueError."""
+    """Return the requested output format, or that of a forced tool call, or None.
+
+    Raises ValueError if the format is invalid or the sampler does not support formats.
+    """
     form = body.requested_form()
     if isinstance(body, ChatRequest) and body.must_call:
         call_format = served.tokenizer.require_template().call_format

@@ -363,7 +363,7 @@ class ChatRequest(Request):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ToolChoice)
 
     def callable_tools(self) -> list[dict[str, Any]]:
-        """Return the tools of which one must be called."""
+        """Return the tools from which the model must choose when a tool call is forced."""
         if isinstance(self.tool_choice, ToolChoice):
             return [
                 one
@@ -393,7 +393,7 @@ class ChatRequest(Request):
 
 
 class TokensRequest(ChatRequest):
-    """A chat whose token ids the client supplies; messages are only used for tool calls."""
+    """Chat request with the prompt as token ids; `messages` only serve to number tool calls."""
 
     tokens: list[int] = Field(min_length=1)
 

@@ -4,11 +4,12 @@
     control ── update_weights, pause, resume, score, describe_state ──►
 
     EmbeddedSampler    Hone's engine, in this process (embedded.py)
-    ApartSampler       the same in a process of its own (engine_process.py)
+    ApartSampler       Hone's engine, in a process of its own (engine_process.py)
     VllmSampler        a vLLM that this process started (vllm.py)
 
-A sampler lists its optional capabilities in `can`. A request that needs a missing one is refused
-with a message that names it. Routes check capabilities, never the class of the sampler.
+A sampler lists its optional capabilities in `can`. A request that needs a missing capability is
+refused with a message that names the capability. Routes check capabilities, never the class of the
+sampler.
 """
 
 import asyncio
@@ -64,18 +65,20 @@ class Sampler(ABC):
 
     @abstractmethod
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion of a request. Cancelling aborts it.
+        """Return the completion of a request; cancelling the call aborts the request.
 
-        Raises ContextFull for a prompt that leaves no room, ValueError for other refusals.
+        Raises ContextFull for a prompt that fills the context length, ValueError for other
+        refusals.
         """
 
     async def stream(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Yield (index of the request, piece); the last piece of each has a finish_reason.
+        """Yield (index of the request, new tokens of its completion) as they are generated.
 
-        Closing the iterator aborts the requests. This default yields whole completions. Raises the
-        same errors as `generate`.
+        The last piece of each completion has a finish_reason. Closing the iterator aborts the
+        requests. This default implementation yields whole completions. Raises the same errors as
+        `generate`.
         """
         tasks = {asyncio.ensure_future(self.generate(one)): i for i, one in enumerate(requests)}
         try:
@@ -90,7 +93,10 @@ class Sampler(ABC):
 
     @abstractmethod
     async def score(self, sequences: list[list[int]], temperature: float) -> list[list[float]]:
-        """Return the logprobs of every token after the first. Raises ValueError for invalid tokens."""
+        """Return, for each sequence, the logprobs of all tokens after the first.
+
+        Raises ValueError for invalid tokens.
+        """
 
     @abstractmethod
     async def find_likeliest(
@@ -110,7 +116,9 @@ class Sampler(ABC):
 
     @abstractmethod
     async def update_weights(self, place: Path, version: int, message: Message) -> dict[str, Any]:
-        """Load a version's weights and return the new state; running requests continue with them.
+        """Load a version of the weights; return the new state, as `describe_state` does.
+
+        Running requests continue with the new weights.
 
         Args:
             place: directory with at least the model's config.json.
@@ -154,10 +162,11 @@ class Sampler(ABC):
         self.require_capability("adapters")
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:
-        """Return the numbers of requests and the new tokens of named requests.
+        """Return the numbers of requests, and the new tokens of named requests.
 
-        Keys: `running` and `waiting` requests; `without_room`, those waiting for a slot or cache
-        pages; `partials`, for each name in `known`, the tokens after the first `known[name]`.
+        `known` maps request names to the number of tokens that the caller has. Keys of the result:
+        `running` and `waiting`, numbers of requests; `without_room`, the number of waiting requests
+        that lack a slot or KV cache pages; `partials`, the new tokens by request name.
         """
         return {"running": 0, "waiting": 0, "without_room": 0, "partials": {}}
 

@@ -1,4 +1,4 @@
-"""Hone's engine as a sampler in this process, on its compute thread (`engine_service.py`)."""
+"""Sampler over Hone's engine, which runs on this process's compute thread (`engine_service.py`)."""
 
 import gc
 from collections.abc import AsyncGenerator, Sequence
@@ -151,7 +151,10 @@ class EmbeddedSampler(Sampler):
         await self.service.run_on_engine(lambda: self.engine.unload_adapter(name))
 
     async def find_partials(self, known: dict[str, int]) -> dict[str, Completion]:
-        """Return the tokens of named requests after the first `known[name]`."""
+        """Return the new tokens of named requests, by name.
+
+        `known` maps request names to the number of tokens that the caller has.
+        """
         return await self.service.run_on_engine(lambda: self.engine.named_progress(known))
 
     async def report_progress(self, known: dict[str, int]) -> dict[str, Any]:

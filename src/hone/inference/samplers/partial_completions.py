@@ -57,9 +57,10 @@ class Streams:
     async def stream_requests(
         self, requests: Sequence[GenerateRequest]
     ) -> AsyncGenerator[tuple[int, Completion], None]:
-        """Yield (index of the request, piece); the last piece of each has a finish_reason.
+        """Yield (index of the request, new tokens of its completion) as they are generated.
 
-        Raises the engine's refusals. Closing the iterator aborts the requests.
+        The last piece of each completion has a finish_reason. Closing the iterator aborts the
+        requests. Raises the engine's error if a request is refused.
         """
         pieces: asyncio.Queue[tuple[int, Completion | None]] = asyncio.Queue()
         names = [f"stream {next(self.names)}" for _ in requests]
@@ -115,12 +116,13 @@ class Streams:
 class Spelling:
     """Incremental detokenizer of a completion: returns text that later tokens cannot change.
 
+    Text is held back from the (possible) beginning of a string in `stops` or `hold`.
+
     Args:
         skip_special: leave out special tokens.
         stops: stop strings.
-        hold: further strings whose beginnings must not be shown, such as the start of a tool
-            call.
-        before: tokens that the text continues from.
+        hold: further strings to hold back, such as the start of a tool call.
+        before: tokens that the completion continues from.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class Spelling:
         self._read = len(before)
 
     def decode_more(self, ids: list[int]) -> str:
-        """Return the text that is final after these tokens."""
+        """Return the text that becomes final with these tokens."""
         self.ids += [token for token in ids if not (self.skip and self.tokenizer.is_dropped(token))]
         if len(self.ids) == self._read:  # no visible text
             return self._release_text(

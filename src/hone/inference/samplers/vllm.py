@@ -1,8 +1,8 @@
-"""vLLM as a sampler: token ids to its `/v1/completions`, weights by its own control routes.
+"""Sampler over vLLM: completions by its `/v1/completions`, new weights by its control routes.
 
     generate ── POST /v1/completions, token ids in and out ──────────────► vLLM (vllm_process.py)
     update   ── pause (running requests end early), reload, resume ──────►
-                 └─ ended requests continue from their tokens, as a prompt, with the new weights
+                 └─ a request that ended early is sent again: prompt plus its tokens so far, with the new weights
 
 So every token has one version, and logprobs after an update are those of the new weights over the
 whole prefix. vLLM has no checksum: the logprobs of the canary, a fixed text, show whether new
@@ -84,7 +84,11 @@ class VllmSampler(Sampler):
     # ------------------------------------------------------------------------------------------ tokens
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Return the completion; vLLM streams it if a timeout may have to end it early."""
+        """Return the completion of a request.
+
+        A request with a timeout is streamed from vLLM, so that the tokens so far are known at the
+        timeout.
+        """
         pieces: list[Completion] = []
         try:
             async with asyncio.timeout(request.timeout):
@@ -136,7 +140,10 @@ class VllmSampler(Sampler):
     async def _iterate_pieces(
         self, request: GenerateRequest, streamed: bool
     ) -> AsyncGenerator[Completion, None]:
-        """Yield pieces across weight updates; the last has a finish_reason."""
+        """Yield the pieces of a completion, which continues after weight updates.
+
+        The last piece has a finish_reason.
+        """
         self._check_request(request)
         written: list[int] = []
         self.running += 1
@@ -181,7 +188,7 @@ class VllmSampler(Sampler):
             self.running -= 1
 
     async def _is_open(self) -> bool:
-        """Wait until requests may be sent; return False if a pause aborts the waiting ones."""
+        """Wait until requests may be sent; return False if a pause aborts the waiting requests."""
         aborts = self._aborts
         while not self._open.is_set():
             if aborts != self._aborts:
@@ -192,9 +199,10 @@ class VllmSampler(Sampler):
     async def _request_completion(
         self, request: GenerateRequest, written: list[int], streamed: bool
     ) -> AsyncGenerator[Completion, None]:
-        """Send one request that continues from `written`; yield the pieces of vLLM's answer.
+        """Send one request to vLLM; yield the pieces of the completion.
 
-        Unless `streamed`, the answer is one piece. Raises RuntimeError if vLLM fails.
+        `written` holds the tokens generated so far, which are appended to the prompt. Unless
+        `streamed`, the completion is one piece. Raises RuntimeError if vLLM fails.
         """
         body = self._build_body(request, written) | {"stream": streamed}
         version = self.version
@@ -432,12 +440,12 @@ def _parse_choice(choice: dict[str, Any], version: int, number: int) -> Completi
 
 
 def _build_end(request: GenerateRequest, reason: str) -> Completion:
-    """Return a piece without tokens that ends an answer for this reason."""
+    """Return a last piece without tokens, with `reason` as its finish_reason."""
     return Completion([], [], [], reason, [] if request.sampling.top_logprobs else None)
 
 
 def _parse_top_logprobs(place: Alternatives, number: int) -> Alternatives:
-    """Return the `number` likeliest tokens; vLLM also reports the sampled one."""
+    """Return the `number` likeliest tokens of `place`, to which vLLM adds the sampled token."""
     return sorted(place, key=lambda one: -one[1])[:number]
 
 

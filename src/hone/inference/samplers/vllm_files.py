@@ -5,8 +5,8 @@
     NCCL, on a GPU ─ received in GPU memory, which vLLM reads ───────────────►   (vllm_worker.py)
 
 vLLM's CPU build keeps a packed copy of the LM head. If the head is tied to the embedding, new
-weights do not reach that copy (seen in 0.32: the canary differs). So on a CPU such a model is
-served with an untied head.
+weights do not reach that copy (seen in vLLM 0.32: the logprobs of a fixed text differ). So on a CPU
+such a model is served with an untied head.
 """
 
 import json
@@ -37,11 +37,11 @@ NO_SHAPE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "us
 
 
 class VllmFiles:
-    """Prepare the directories that one vLLM loads weights from.
+    """Prepare the directories from which one vLLM server loads weights.
 
     Args:
-        model: the model served at first.
-        home: a private directory.
+        model: directory of the model served at first.
+        home: directory, private to this user, for the files that are written here.
         dtype: name of the weights' torch dtype.
         is_on_cpu: vLLM runs on a CPU.
         shares: vLLM's workers can read this process's GPU memory.
@@ -66,7 +66,7 @@ class VllmFiles:
         self._owned: Owned | None = None  # … on vLLM's GPU
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
-        """Return the GiB of KV cache for vLLM on a CPU, which allocates all of it at start.
+        """Return the size in GiB of the KV cache that vLLM allocates at start on a CPU.
 
         It is enough for `sequences` sequences of `length` tokens, and at most `cpu_gib()`.
         """
@@ -112,7 +112,10 @@ class VllmFiles:
         return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
 
     def _allocate_copy(self) -> Owned | None:
-        """Allocate a second copy of the weights on the GPU; None if there is no room."""
+        """Return GPU memory for a second copy of the weights, or None.
+
+        It is None if vLLM cannot read this process's memory, or if too little GPU memory is free.
+        """
         if self.shares and self._owned is None:
             try:
                 self._owned = Owned(self._allocate_tensors("meta"), "cuda")

@@ -2,8 +2,8 @@
 
     this process ── socket in a private directory ──► vLLM's server ──► its engines
 
-Only this user can open the socket: vLLM's own key does not cover all of its routes, so no route is
-reachable in another way.
+vLLM's own API key does not cover all of its routes. So vLLM listens on this socket only, which no
+other user can open.
 """
 
 import json
@@ -189,7 +189,7 @@ class VllmProcess:
 
 
 def remove_leftovers() -> None:
-    """Remove directories of servers that were killed."""
+    """Remove the temporary directories of vLLM servers whose process was killed."""
     for home in Path(tempfile.gettempdir()).glob(f"{HOME}*-*"):
         owner = home.name.removeprefix(HOME).split("-")[0]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists() and Path("/proc/self").exists():
@@ -197,7 +197,10 @@ def remove_leftovers() -> None:
 
 
 def find_installation(python: str) -> tuple[str, bool]:
-    """Return vLLM's version under a Python, and whether it is a CPU build. Raises ValueError."""
+    """Return the version of vLLM that a Python interpreter has, and if it is a CPU build.
+
+    Raises ValueError if there is no vLLM or it is too old.
+    """
     try:
         found = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=60)
     except OSError as error:

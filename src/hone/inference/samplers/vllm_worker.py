@@ -15,6 +15,9 @@ class TakesWeights:
     reload_weights: Any  # the worker's own method
 
     def hone_take_weights(self, words: dict[str, Any]) -> None:
-        """Load tensors that another process on this machine shares."""
+        """Load weights from the GPU memory of another process.
+
+        `words` describes the memory: its CUDA IPC handle and the layout of the tensors.
+        """
         self.reload_weights(weights_iterator=iter(open_tensors(words).items()))
         torch.cuda.synchronize()

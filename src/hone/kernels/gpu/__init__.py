@@ -1,15 +1,16 @@
 """GPU kernels in Triton and its language Gluon, each with a plain-torch reference for tests.
 
-A decode step is 150 to 280 small kernels in a CUDA graph, so the time between them counts. Each is
-launched with programmatic dependent launch (PDL): its blocks start while the previous kernel still
-runs. `wait` blocks until the previous kernel is complete and its results are visible, then lets the
-next kernel start. `wait_beside_next` lets the next kernel start first and then waits, so that more
-than two kernels may overlap. Before its own `wait` a kernel therefore touches nothing that the same
-decode step has written. It may touch weights, which it prefetches into the L2 cache, and data from
-before the step: the active slots, their tokens, and earlier keys and values.
+A decode step is 150 to 280 small kernels in a CUDA graph, so gaps between kernels cost time. Every
+kernel of a step is launched with programmatic dependent launch (PDL): its thread blocks start while
+the previous kernel still runs. `wait` (`launching.py`) blocks until the previous kernel is complete
+and its results are visible, then lets the next kernel start. `wait_beside_next` lets the next
+kernel start first and then waits, so that more than two kernels may overlap. Before its own `wait`
+a kernel therefore touches nothing that the same decode step has written. It may touch weights,
+which it prefetches into the L2 cache, and data from before the step: the list of decoding
+sequences, their newest tokens, and earlier keys and values.
 
-The kernels are for half precision. Those in `training_kernels.py` and `attention.py` compute
-gradients, for `kernels/gpu_training.py` and `kernels/head.py`.
+The kernels are for half-precision models. The kernels of `training_kernels.py` and `attention.py`
+include backward passes, for `kernels/gpu_training.py` and `kernels/head.py`.
 """
 
 import functools
@@ -42,7 +43,10 @@ MANY_TOKENS, SMALL_WEIGHT = (128, 7 * 2**20)
 
 @dataclass(frozen=True)
 class Scaled:
-    """RMS norm of a residual stream x before division by rms(x), from the kernel that adds to x."""
+    """Unfinished RMS norm of a residual stream x: x * weight, still to be divided by rms(x).
+
+    Computed by the kernel that adds to x.
+    """
 
     scaled_TD: Tensor  # x * weight, still to be divided by the root mean square of x
     squares_TP: Tensor  # parts of the sum of x * x over D, fp32
@@ -71,7 +75,7 @@ def trains(x: Tensor) -> bool:
 
 
 def takes_model(weight: Tensor, head_size: int) -> bool:
-    """Return True if a decode step of this model needs no host work."""
+    """Return True if a decode step of a model with such weights and heads needs no host work."""
     return has_kernels(weight) and takes_heads(head_size)
 
 
@@ -99,13 +103,13 @@ def shared_memory() -> int:
 
 
 def memory_share(width: int, rows: int) -> int | None:
-    """Return the percentage of L1/shared memory that small decode steps use as shared memory.
+    """Return the percentage of L1/shared memory to use as shared memory in small decode steps.
 
-    The rest of a multiprocessor's L1/shared memory is cache; None leaves the choice to the driver.
-    Attention reads keys and values through shared memory, matrix products read weights through the
-    cache. All kernels of a step use the same percentage, since a kernel with another one cannot
-    start while the previous kernel runs. The values depend on the model's width and the number of
-    rows, as measured (benchmarks/kernels/tiles.py).
+    The rest of a multiprocessor's L1/shared memory serves as L1 cache. None, for more than 32 rows,
+    leaves the choice to the driver. Attention reads keys and values through shared memory, matrix
+    products read weights through the cache. All kernels of a step use the same percentage, since a
+    kernel with a different percentage cannot start while the previous kernel runs. The values for
+    each model width and number of rows were measured (benchmarks/kernels/tiles.py).
     """
     if rows > FUSED_TOKENS:
         return 58 if rows <= FEWEST_TOKENS else None
@@ -122,7 +126,7 @@ def stages_of(wanted: int, rows: int, inner: int) -> int:
 
 
 def options(warps: int) -> dict[str, int | bool]:
-    """Return a kernel's launch options for this number of warps, and its constant PDL."""
+    """Return keyword arguments of a kernel launch: number of warps, and PDL if the GPU supports it."""
     is_early = has_dependent_launch()
     return {"num_warps": warps, "PDL": is_early, **({"launch_pdl": True} if is_early else {})}
 
@@ -143,7 +147,7 @@ def trains_heads(head_size: int) -> bool:
 
 
 def trains_model(weight: Tensor, head_size: int) -> bool:
-    """Return True if kernels cover a whole training step of this model."""
+    """Return True if kernels cover a whole training step of a model with such weights and heads."""
     return has_kernels(weight) and trains_heads(head_size)
 
 
@@ -153,9 +157,10 @@ def takes_head(hidden_TD: Tensor) -> bool:
 
 
 def is_short(x_TI: Tensor, weight_OI: Tensor) -> bool:
-    """Return True if Hone's early-starting kernel is faster than torch's matrix product here.
+    """Return True if x W^T is to use the kernel `products.short` instead of torch.
 
-    This is so for small weights and a medium number of rows.
+    That kernel starts while the previous kernel still runs (PDL), and is faster for small weights
+    and 33 to 128 rows.
     """
     is_between = x_TI.dim() == 2 and FEWEST_TOKENS < len(x_TI) <= MANY_TOKENS
     is_small = weight_OI.numel() < SMALL_WEIGHT and x_TI.shape[1] % 64 == 0
@@ -180,10 +185,10 @@ def is_few(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def splits(x_TI: Tensor, weight_OI: Tensor) -> tuple[int, int]:
-    """Return the number of parts of the inner dimension, and the tile width, of a product.
+    """Return into how many parts to split the inner dimension of x W^T, and the tile width.
 
-    For few tokens the parts occupy all multiprocessors, as measured (benchmarks/kernels/tiles.py).
-    The number is 1 where splitting does not apply.
+    For few tokens, the parts keep all multiprocessors busy; the choices were measured
+    (benchmarks/kernels/tiles.py). One part means no split.
     """
     (rows, inner), T = weight_OI.shape, len(x_TI)
     if x_TI.dim() != 2 or not 0 < T <= FEW_TOKENS or inner % 64 or not takes(x_TI):

@@ -1,14 +1,14 @@
-"""Flash attention (Dao 2023) with gradients, for grouped heads and sequences laid end to end.
+"""Flash attention (Dao 2023) with gradients, for grouped-query heads and concatenated sequences.
 
     forward      a tile of queries ─ over the keys before it ─► out, log of the sum of exponentials (base 2)
     backward     a tile of keys    ─ over the queries after it, of all heads that share it ─► dk, dv
                  a tile of queries ─ over the keys before it ─► dq
 
 Sums have a fixed order: the same step gives the same bits. A tile belongs to one sequence; tiles
-with most work come first. A sequence may continue an earlier prefix that it shares with others
-(`tiles`): its queries see the prefix's keys, and these receive gradients from the queries of all
-sequences of the group. If a tile of keys has so many queries that one program would run longer than
-all others, several programs take a part of the queries each, and their results are added
+with most work come first. Several sequences may continue one earlier prefix (`tiles`): their
+queries see the prefix's keys, and the prefix's keys receive gradients from the queries of all these
+sequences. If a tile of keys has so many queries that one program would run longer than all other
+programs, the queries are divided among several programs, whose partial gradients are added
 afterwards. Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
 
@@ -33,15 +33,15 @@ SHARES, LEAST = (64, 512)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Tiles of sequences for the kernels: rows of int32, those with most work first.
+    """Tables of the tiles that attention kernels process: int32 rows, those with most work first.
 
     A sequence that belongs to a group also sees the keys of the group's prefix.
 
     Attributes:
         of_queries: tiles of queries.
-        of_keys: tiles of keys, or parts of them that different programs process.
-        of_sums: tiles of keys whose parts are added afterwards.
-        parts: number of such parts.
+        of_keys: tiles of keys, each with a range of queries; a tile with many queries has several rows.
+        of_sums: tiles of keys whose gradients are computed in parts and added afterwards.
+        parts: number of these partial gradients.
         has_prefixes: True if any sequence has a prefix.
     """
 
@@ -53,12 +53,12 @@ class Tiles:
 
 
 def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> Tiles:
-    """Build the tiles of sequences for the attention kernels.
+    """Divide sequences into tiles for the attention kernels, and copy the tables to the device.
 
     Args:
         rows: S x 4: start, length, prefix start, prefix length of each sequence.
-        groups: first row of each group, and the number of rows; the first sequence of a group is
-            the prefix of the others.
+        groups: G + 1: the first row of each group, then S. The first sequence of a group is the
+            prefix of the other sequences.
     """
     starts, lengths, prefixes, prefix_lengths = rows.T
     ends = starts + lengths
@@ -104,9 +104,10 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
 
 @triton.jit
 def attend(logits, scale, v_NE, top, size, sum_ME):
-    """Add one tile of keys to a running softmax: top logit, sum of exponentials, weighted values.
+    """Add one tile of keys to a running softmax; return its state (top, size, sum_ME).
 
-    `scale` turns logits into base 2.
+    The state is the highest logit, the sum of exponentials and the weighted sum of values. `scale`
+    turns logits into base 2.
     """
     higher = tl.maximum(top, tl.max(logits, axis=1) * scale)
     p = tl.exp2(tl.fma(logits, scale, -higher[:, None]))
@@ -192,7 +193,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def inner_kernel(out, grad, inner, T, H: tl.constexpr, E: tl.constexpr, N: tl.constexpr):
-    """Compute the inner product of out and grad for each head of token t: H x T."""
+    """Compute inner (H x T): the inner product of out and grad for each head of token t."""
     t = tl.program_id(0).to(tl.int64)
     n, e = tl.arange(0, N), tl.arange(0, E)[None, :]
     row = (t * H + n)[:, None] * E + e
@@ -311,7 +312,7 @@ def queries_backward_kernel(
     N: tl.constexpr,
     PREFIX: tl.constexpr,
 ):
-    """Compute dq of M queries of head h, over the keys up to their own, N at a time."""
+    """Compute dq of M queries of head h, from the keys that each query sees, N at a time."""
     h = tl.program_id(1)
     tile = tiles + tl.program_id(0) * FIELDS
     start, length, index = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
@@ -387,7 +388,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tens
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsum: Tensor, grad: Tensor, tiles: Tiles
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v, from that of `out` (contiguous)."""
+    """Return the gradients of q, k and v; `grad` is the gradient of `out`, contiguous."""
     T, H, E = q.shape
     K = k.shape[1]
     inner = torch.empty_like(logsum)

@@ -1,11 +1,11 @@
 """Compile Triton kernels ahead of use, several at once; a first launch takes 0.3 to 2 s each.
 
     with together():          # every launch inside compiles, none runs
-        rehearsal             # on memory of the right shapes; its results are meaningless
+        rehearsal             # launches on tensors of the right shapes; their values are meaningless
 
-Half of that time holds the GIL. Kernels that Triton's cache directory lacks are therefore compiled
-by other processes, which write to the cache, and by two threads of this process, which can begin at
-once:
+For half of this time, compilation holds the GIL. Kernels that Triton's cache directory lacks are
+therefore compiled by other processes, which write to the cache. Two threads of this process compile
+too, because they can begin at once:
 
     a launch ─► a thread ─► is it in the cache? ─► a process, or the thread itself ─► loaded from the cache
 
@@ -43,9 +43,10 @@ log = logging.getLogger("hone")
 
 @contextmanager
 def together() -> Iterator[None]:
-    """Context manager in which launches compile kernels and run none; exits when all are compiled.
+    """Context manager in which kernel launches only compile; it exits when all kernels are
+    compiled.
 
-    Nothing else may launch kernels meanwhile.
+    No other code may launch kernels meanwhile.
     """
     if not gpu.IS_AVAILABLE or not torch.cuda.is_available():
         yield
@@ -188,7 +189,9 @@ def _is_kept(src: Any, target: Any, options: dict[str, Any], env_vars: dict[str,
 
 
 def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
-    """Send a job to a compiling process, and wait until it has finished or failed."""
+    """Send a compile job to a worker process; return when the job has ended or the process has
+    exited.
+    """
     try:
         to.write(job)
         to.flush()
@@ -198,9 +201,9 @@ def _ask(to: IO[bytes], back: IO[bytes], job: bytes) -> None:
 
 
 def serve(jobs: IO[bytes], results: IO[bytes]) -> None:
-    """Compile the kernels requested through `jobs` until it is closed.
+    """Compile the kernels requested through the pipe `jobs` until the pipe is closed.
 
-    Writes DONE to `results` when ready for the first kernel, and after each.
+    Writes DONE to `results` once ready for the first kernel, and after each kernel.
     """
     import triton
 

@@ -3,11 +3,13 @@
     qkv ─┬─ norm, rope, the new token, own pages of a sequence (alone_kernel) ─────────────────► out
          └─ newest_heads ─► shared pages (shared_kernel) ─► remaining pages (decode_kernel) ─────► out
 
-A block of `alone_kernel` and `decode_kernel` handles one sequence and one k/v head. A block of
-`shared_kernel` handles one stretch of shared pages, one k/v head and up to MEMBERS sequences,
-reading the pages once, and writes partial results that `decode_kernel` adds. Where few long
-sequences decode, `alone_kernel` divides each among several blocks by its current length; the last
-block to finish adds the partial results. Softmax is online (Milakov & Gimelshein 2018), in base 2.
+The upper path is for batches without shared pages, the lower path for batches in which sequences
+share pages; `newest_heads` applies norm and rope and stores the new token's k and v. A block of
+`alone_kernel` and `decode_kernel` handles one sequence and one k/v head. A block of `shared_kernel`
+handles one stretch of shared pages, one k/v head and up to MEMBERS sequences, reading the pages
+once, and writes partial results that `decode_kernel` adds. Where few long sequences decode,
+`alone_kernel` divides each sequence among several blocks by its current length; the last block to
+finish adds the partial results. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
 
 import math
@@ -55,8 +57,8 @@ def _mix(
     """Add positions first … L to the running softmax attention of C queries; return its state.
 
     The state is top C (highest score), weight C (sum of exponentials) and acc E x C (not yet
-    divided by weight). Queries are columns (q is E x C): a sequence has few per k/v head, and a
-    matrix product's columns can be as few as 8.
+    divided by weight). Queries are columns (q is E x C), since a k/v head has few queries per
+    sequence and a tensor-core product needs at least 16 rows but only 8 columns.
     """
     n, e = tl.arange(0, TILE)[:, None], tl.arange(0, E)[None, :]
     for start in tl.range(first, L, TILE, num_stages=STAGES):
@@ -75,7 +77,7 @@ def _mix(
 
 @triton.jit
 def _nothing(C: tl.constexpr, E: tl.constexpr):
-    """Return the initial state of _mix."""
+    """Return the initial state (top, weight, acc) of a running softmax."""
     return (
         tl.full((C,), -1e30, tl.float32),
         tl.zeros((C,), tl.float32),
@@ -105,7 +107,8 @@ def _with_parts(
 ):
     """Add partial results to the running softmax state of C queries; return the state.
 
-    `rows`, PARTS x C: their rows; those where `taken` is False are left out.
+    `rows` (PARTS x C) are the rows of the partial results; results where `taken` (PARTS x C) is
+    False are left out.
     """
     s, e = tl.arange(0, PARTS), tl.arange(0, E)[:, None]
     # Not from the L1 cache, which does not know what others have written.
@@ -151,9 +154,9 @@ def decode_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the attention output of batch row b, from PARTS shared stretches and its own pages.
+    """Compute the attention output of batch row b, from its own pages and PARTS partial results.
 
-    out: B x (H * E).
+    `shared_kernel` computed the partial results. out: B x (H * E).
     """
     G: tl.constexpr = H // K
     # Heads of a sequence lie side by side, and run so
@@ -217,10 +220,10 @@ def shared_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the partial results of one stretch of shared pages for its batch rows.
+    """Compute partial attention results of one stretch of shared pages for several batch rows.
 
-    Stretch i has the pages stretches[i, 0] … stretches[i, 1] of the page tables of batch rows
-    members[i].
+    Batch rows members[i] (-1: none) share stretch i: the pages stretches[i, 0] to stretches[i, 1]
+    (exclusive) of their page tables.
     """
     G: tl.constexpr = H // K
     C: tl.constexpr = R * GP
@@ -364,10 +367,11 @@ def decode(
     Args:
         qkv: B x (H + 2K) x E, the projection before norm and rotary positions.
         keys, values: pages x PAGE x K x E.
+        active, state, table: see `DecodeRows` (`kernels/decode.py`).
         shared: pages that several sequences share, if any.
         divided: given if several blocks read one sequence and no pages are shared.
         is_long: use tile sizes for long sequences.
-        width: of the residual stream.
+        width: hidden size of the model.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:

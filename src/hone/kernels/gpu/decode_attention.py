@@ -1,15 +1,16 @@
 """Decode attention that reads each sequence's pages separately, through shared memory.
 
-A block handles one sequence and one k/v head, or a part of the sequence. It requests the first
-tiles of keys and values while the QKV projection still runs, since only the newest token depends on
-that projection. Each warp handles its own tokens of a tile, so warps exchange nothing before the
-end:
+A thread block handles one k/v head of one sequence, or of a part of the sequence. It requests the
+first tiles of keys and values while the QKV projection still runs, since only the newest token
+depends on that projection. Each warp handles its own tokens of a tile, so warps exchange nothing
+until all tiles are processed:
 
     cache ────────► STAGES tiles in shared memory ─┐
     wait ──► qkv ─► norm, rope ─► queries ─────────┴─► softmax per warp ─► shared memory ─► summed ─► out
                       └─► newest key and value ─► cache, and added to the warps' results
 
-Written in Gluon, Triton's language in which the kernel assigns numbers to threads.
+Written in Gluon, a Triton language in which a kernel states which thread holds which tensor
+elements.
 """
 
 import math
@@ -90,9 +91,10 @@ def _first_rows(x, C: gl.constexpr):
 
 @gluon.jit
 def _turned(half, other_half, own, other, eps, E: gl.constexpr, NORM: gl.constexpr):
-    """Normalize and rotate heads (rows of E): half * own + other_half * other.
+    """Normalize heads (rows of E) and apply rotary positions: half * own + other_half * other.
 
-    `own` and `other` are cosines and signed sines, multiplied by the head's scales.
+    `other_half` is `half` with the halves of each row swapped. `own` and `other` are cosines and
+    signed sines, multiplied by the norm scales.
     """
     x, y = half.to(gl.float32), other_half.to(gl.float32)
     if NORM:
@@ -135,9 +137,10 @@ def alone_kernel(
 ):
     """Compute batch row b's attention output for its new token; store the token's k and v.
 
-    out: B x (H * E). A block handles one of PARTS stretches of the sequence; the last one includes
-    the new token. C: a power of 2, at least the queries of a k/v head. `arrived` counts finished
-    blocks and is reset to 0. SHARE: see `set_memory_share`.
+    out: B x (H * E). A block handles one of PARTS stretches of the sequence; the last stretch
+    includes the new token. C: the number of queries per k/v head, rounded up to a power of 2.
+    `arrived` counts the finished blocks of a sequence and k/v head; the last block adds the partial
+    results and resets the count to 0. SHARE: see `set_memory_share`.
     """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
@@ -318,7 +321,10 @@ def alone_kernel(
 
 @gluon.jit
 def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
-    """Merge P partial results with one more: tops and weights P x C, sums P x E x C."""
+    """Merge P partial softmax results with one more: top_C, weight_C, acc_EC.
+
+    tops and weights are P x C, sums P x E x C.
+    """
     of_tops: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_PEC.type.layout))
     best_C = gl.maximum(gl.convert_layout(gl.max(tops_PC, axis=0), of_tops, True), top_C)
     in_stats: gl.constexpr = gl.SliceLayout(0, tops_PC.type.layout)
@@ -332,7 +338,7 @@ def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
 
 
 class Blocks(NamedTuple):
-    """Tile sizes of alone_kernel: a warp has TOKENS of each tile."""
+    """Tile sizes of alone_kernel; each warp handles TOKENS tokens of a tile."""
 
     WARPS: int
     STAGES: int
@@ -354,14 +360,15 @@ def matters_length(*shape: int) -> bool:
 def blocks_of(
     blocks: int, rows: int, width: int, queries: int, head_size: int, is_long: bool
 ) -> Blocks:
-    """Return the tile sizes of alone_kernel, as measured (benchmarks/kernels/tiles.py).
+    """Return the fastest measured tile sizes of alone_kernel (benchmarks/kernels/tiles.py).
 
     Args:
-        blocks: number of blocks of the launch.
+        blocks: thread blocks of the launch.
         rows: number of sequences.
-        width: of the model.
-        queries: per k/v head.
-        is_long: choose for long sequences, where that matters.
+        width: hidden size of the model.
+        queries: query heads per k/v head.
+        head_size: size of a head.
+        is_long: True for long sequences, for which some launches use other tile sizes.
     """
     per_processor = blocks / gpu.processors()
     if queries > MOST_QUERIES:
@@ -383,7 +390,7 @@ def blocks_of(
 
 
 def _fitting(cut: Blocks, head_size: int) -> Blocks:
-    """Return the tile sizes with as many stages as shared memory holds."""
+    """Return `cut` with its pipeline stages reduced to the number that fits into shared memory."""
     return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
 
 
@@ -393,7 +400,7 @@ class Divided:
 
     Attributes:
         parts: blocks per sequence and k/v head.
-        arrived: how many of them have finished; 0 between kernels.
+        arrived: number of finished blocks for each sequence and k/v head; 0 between launches.
     """
 
     parts: int
@@ -417,7 +424,9 @@ def attend_alone(
     is_long: bool,
     width: int,
 ) -> Tensor:
-    """Compute `decode.decode` with the pages of each sequence read separately."""
+    """Compute `decode` (`gpu/decode.py`) without shared pages: read each sequence's pages
+    separately.
+    """
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out, C = qkv.new_empty(B, H * E), power_of_2(H // K)

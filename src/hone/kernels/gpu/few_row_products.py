@@ -1,14 +1,16 @@
 """y = x W^T for few rows of x: threads load weights before x is available.
 
-A step of few sequences is a chain of kernels that each need the previous result, and weights. So a
-kernel starts while the one before it runs, requests its first weights, and only then waits. Weights
-and rows go straight into the registers of the matrix units. Each warp has its own stretches of the
-inner dimension, so warps exchange nothing before all is multiplied:
+A decode step of few sequences is a chain of kernels, each of which needs weights and the previous
+kernel's result. A kernel therefore starts while the previous one runs, requests its first weights,
+and only then waits for x. Weights and rows of x are loaded directly into registers, as operands of
+the tensor cores. Each warp multiplies its own stretches of the inner dimension, so warps exchange
+nothing until all stretches are multiplied:
 
     weights ──────► registers ─┐
     wait ──► rows ─► registers ┴─► partial sums per warp ─► shared memory ─► summed ─► epilogue
 
-Written in Gluon, Triton's language in which the kernel assigns numbers to threads.
+Written in Gluon, a Triton language in which a kernel states which thread holds which tensor
+elements.
 """
 
 import math
@@ -31,7 +33,10 @@ VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 
 @triton.jit
 def _fetched(at, step, there, FIRST: gl.constexpr, END: gl.constexpr):
-    """Start loading tiles FIRST … END, `step` numbers apart. `there`: a mask, None for all."""
+    """Start loading tiles FIRST … END - 1 at `at`, `step` numbers apart; return them as a tuple.
+
+    `there`: mask of the loads, or None.
+    """
     other: gl.constexpr = None if there is None else 0.0
     found = (gl.load(at + FIRST * step, there, other),)
     for c in gl.static_range(FIRST + 1, END):
@@ -69,19 +74,20 @@ def held_kernel(
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """Compute tile (m, n), R x BN, of x w^T, with the operations before and after the product.
+    """Compute tile (m, n), R x BN, of x w^T, fused with the operations before and after the
+    product.
 
-    x is M x K, w is N x K. Each of WARPS warps multiplies COUNT stretches of BK along K. It
+    x is M x K, w is N x K. Each of WARPS warps multiplies COUNT stretches of BK along K. A warp
     requests its first HELD stretches of w before the previous kernel ends, and its first AHEAD
-    stretches of x as soon as that kernel has ended. Around the product, in this order:
+    stretches of x as soon as that kernel has ended. Flags add these operations, in this order:
 
         SQUARES   x is from a `Scaled`: divide by its root mean square, of P sums of squares per row
-        bias
+        HAS_BIAS  add the bias
         SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
-        ONTO      add residual M x N, and make the `Scaled` of the result
+        ONTO      add residual M x N, and write the unfinished norm (`Scaled`) of the sum
 
-    In the matrix units, w is the left operand, with at least 16 rows, and x^T the right one, with
-    at least 8 columns.
+    On the tensor cores, w is the left operand, with at least 16 rows, and x^T the right operand,
+    with at least 8 columns.
     """
     gl.static_assert(
         BK % (4 * VECTOR) == 0,
@@ -183,7 +189,7 @@ class Held(NamedTuple):
     maxnreg: int | None = None
 
     def constants(self, inner: int) -> dict[str, int | None]:
-        """Return the constants of held_kernel for an inner size."""
+        """Return the compile-time arguments of held_kernel for inner dimension `inner`."""
         count = inner // (self.WARPS * self.BK)
         return {
             **self._asdict(),
@@ -245,9 +251,9 @@ WIDTHS = {gpu.NARROW_WIDTH: NARROW, gpu.FUSED_WIDTH: MIDDLE, BROAD_WIDTH: BROAD,
 
 
 def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads: bool) -> Held:
-    """Return tile sizes for up to 32 rows and at least 16 columns. `inner` is a multiple of 64.
+    """Return the tile sizes of held_kernel for up to 32 rows and at least 16 output columns.
 
-    `is_of_heads`: attention follows the product.
+    `inner` is a multiple of 64. `is_of_heads`: the product is the QKV projection.
     """
     tiles = next(found for most, found in WIDTHS.items() if min(columns, inner) <= most)
     tile = tiles[min(most for most in tiles if rows <= most)][
@@ -264,9 +270,10 @@ def held_tile(rows: int, columns: int, inner: int, is_swiglu: bool, is_of_heads:
 
 
 def few(normed: Scaled, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """Return x W^T + b of a normalized x, T x O; with `is_swiglu`, silu(gate) * up of it.
+    """Return x W^T + b, T x O, of a normalized x.
 
-    Only for inputs that `gpu.is_few` accepts.
+    With `is_swiglu`, return silu(gate) * up of the two halves, T x O / 2. Only for inputs that
+    `gpu.is_few` accepts.
     """
     return _product(normed, weight, bias, is_swiglu)[0]
 
@@ -279,9 +286,9 @@ def few_onto(
     norm: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Scaled | None]:
-    """Return residual + x W^T + b, T x O, and its norm (`Scaled`) if a norm's weight is given.
+    """Return residual + x W^T + b, T x O, and its unfinished norm (`Scaled`) with weight `norm`.
 
-    Only for inputs that `gpu.is_few` accepts.
+    If `norm` is None, no norm is returned. Only for inputs that `gpu.is_few` accepts.
     """
     # Without a norm one is made of any numbers, and not read: that costs less than another kernel to compile.
     out, made = _product(x, weight, bias, onto=(residual, weight if norm is None else norm, eps))
@@ -295,7 +302,10 @@ def _product(
     is_swiglu: bool = False,
     onto: tuple[Tensor, Tensor, float] | None = None,
 ) -> tuple[Tensor, Scaled | None]:
-    """Launch held_kernel. `onto`: a residual stream, and weight and epsilon of the norm after it."""
+    """Launch held_kernel; return its result, and with `onto` also the unfinished norm (`Scaled`).
+
+    `onto`: a residual stream, and weight and epsilon of the norm after it.
+    """
     squares, eps = (None, 0.0) if isinstance(x, Tensor) else (x.squares_TP, x.eps)
     x = (x if isinstance(x, Tensor) else x.scaled_TD).contiguous()
     (M, K), N = x.shape, len(weight) // (1 + is_swiglu)

@@ -1,6 +1,6 @@
-"""Sum the words of tensors for fingerprints on a GPU, reading memory once.
+"""Compute the word sums of tensor fingerprints on a GPU, reading memory once.
 
-A tensor can be summed as soon as its values are final, while others still change.
+A tensor can be summed as soon as its values are final, while other tensors still change.
 """
 
 from collections.abc import Iterator, Sequence

@@ -22,8 +22,8 @@ def wait(PDL: tl.constexpr):
 def wait_beside_next(PDL: tl.constexpr):
     """Let the next kernel start at once, then wait for the previous one.
 
-    The next kernel may then prefetch weights or cache entries. Use this only if the next kernel
-    touches nothing of this step before its own `wait`.
+    The next kernel may then prefetch weights or cache entries. Use this only if the next kernel,
+    before its own `wait`, touches nothing that the same decode step writes.
     """
     let_next_start(PDL)
     wait_only(PDL)

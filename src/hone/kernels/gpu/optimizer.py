@@ -136,7 +136,10 @@ class OptimizerTable:
         eps: float,
         seed: int,
     ) -> None:
-        """Apply a `Change` (`kernels/adamw.py`); random draws differ from the reference's."""
+        """Run an AdamW step with the values of a `Change` (`kernels/adamw.py`).
+
+        Stochastic rounding draws other numbers than the reference.
+        """
         grads = [
             g if g.is_contiguous() and g.data_ptr() % 16 == 0 else g.clone(memory_format=DENSE)
             for g in grads
@@ -176,7 +179,7 @@ class OptimizerTable:
             move(self.blocks)
 
     def _room(self, device: torch.device) -> dict[int, Tensor]:
-        """Return a buffer for one portion of each column that is in host memory."""
+        """Return GPU buffers for one portion: one for each table column that is in host memory."""
         most = max(count for *_, count in self.portions)
         return {
             c: torch.empty(most, dtype=column[0].dtype, device=device)

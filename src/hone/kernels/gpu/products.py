@@ -3,8 +3,8 @@
 Weights are read from memory once; the work is divided over rows and columns.
 
     short       for small weights, optionally with SwiGLU: starts while the previous kernel runs
-    parts       splits the inner dimension to fill the GPU: the fastest for more rows
-    in_order    sums each number from first to last: same bits as torch's product of many rows
+    parts       splits the inner dimension to fill the GPU; the caller sums the parts
+    in_order    sums each result over the inner dimension in order: same bits as torch's product of many rows
 """
 
 from typing import NamedTuple
@@ -45,11 +45,12 @@ def product_kernel(
     IS_PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute tile (m, n), R x BN, of x w^T over the inner stretch of split s, into out[s].
+    """Compute tile (m, n), R x BN, of x w^T over one split s of the inner dimension, into out[s].
 
-    x is M x K, w is N x K. With several splits (IS_PART), some are a step longer than others.
+    x is M x K, w is N x K. With several splits (IS_PART), some splits are one step of BK longer
+    than others. Flags:
 
-        bias      in split 0
+        HAS_BIAS  add the bias, in split 0
         SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
     """
     pid_n, pid_m, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -97,9 +98,10 @@ def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: in
 
 
 def short(x: Tensor, weight: Tensor, bias: Tensor | None, is_swiglu: bool = False) -> Tensor:
-    """Return x W^T + b, T x O; with `is_swiglu`, silu(gate) * up of it.
+    """Return x W^T + b, T x O.
 
-    Only for inputs that `gpu.is_short` accepts.
+    With `is_swiglu`, return silu(gate) * up of the two halves, T x O / 2. Only for inputs that
+    `gpu.is_short` accepts.
     """
     return _product(x, weight, bias, short_tile(len(x), is_swiglu), is_swiglu=is_swiglu)[0]
 
@@ -115,7 +117,9 @@ class Tile(NamedTuple):
     num_warps: int = 4
 
     def stages(self, is_swiglu: bool) -> int:
-        """Return how many of its stages fit into shared memory."""
+        """Return how many pipeline stages of these tile sizes, at most STAGES, fit into shared
+        memory.
+        """
         return stages_of(self.STAGES, self.R + self.BN * (1 + is_swiglu), self.BK)
 
 
@@ -182,8 +186,7 @@ def in_order_kernel(
 ):
     """Compute a tile of x w^T, summing the inner dimension from first to last.
 
-    x is M x K, w is N x K. Programs of up to GROUP row tiles with the same columns run next to each
-    other.
+    x is M x K, w is N x K. Consecutive programs compute up to GROUP row tiles of the same columns.
     """
     tiles_m, tiles_n, pid = tl.cdiv(M, BM), tl.cdiv(N, BN), tl.program_id(0)
     band = pid // (GROUP * tiles_n)

@@ -1,4 +1,4 @@
-"""Embedding, residual + RMS norm, SwiGLU, and the heads of a projection: one block per row."""
+"""Kernels over rows: embedding, residual + RMS norm, SwiGLU, and the heads of a QKV projection."""
 
 import torch
 import triton
@@ -68,7 +68,10 @@ def add_norm_kernel(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Compute `kernels.norm.add_norm` on a GPU; delta is T x D, or parts S x T x D of it."""
+    """Return x + delta and its RMS norm, on a GPU.
+
+    delta is T x D, or S x T x D: S parts to be summed.
+    """
     T, D = x.shape
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -94,7 +97,7 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
 @triton.jit
 def gated(gate, up):
-    """Return silu(gate) * up, rounded to their type after each step."""
+    """Return silu(gate) * up; silu and the product are each rounded to the inputs' type."""
     exact = gate.to(tl.float32)
     return (exact / (1.0 + tl.exp(-exact))).to(gate.dtype) * up
 
@@ -113,7 +116,7 @@ def finished(
     SWIGLU: tl.constexpr,
     ONTO: tl.constexpr,
 ):
-    """Apply the epilogue of `held_kernel`; arguments of unset flags are ignored."""
+    """Apply the epilogue of a matrix product to tile `acc`; arguments of unset flags are ignored."""
     if SQUARES:
         acc *= rstd
         if SWIGLU:
@@ -182,9 +185,10 @@ def heads_kernel(
 ):
     """Normalize and rotate the heads of token t; write k and v to the cache.
 
-    qkv: T x (H + 2K) x E. With PAGE 0, position and cell are given, and k and v also go to k_out
-    and v_out. Otherwise token t is the newest of sequence active[t], whose rows of state and table
-    give its place.
+    qkv: T x (H + 2K) x E. If PAGE is 0 (prefill), position and cache cell are read from `positions`
+    and `cells`, and k and v also go to k_out and v_out. Otherwise (decoding) token t is the newest
+    token of sequence active[t], and the sequence's rows of `state` and `table` give its position
+    and cell.
     """
     t = tl.program_id(0).to(tl.int64)
     if PAGE:
@@ -247,9 +251,10 @@ def heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a projection; write k and v to the given cells of the cache.
+    """Return q and k, normalized and rotated, and v of a QKV projection; write k and v to the
+    cache.
 
-    qkv: T x (H + 2K) x E; keys, values: … x K x E.
+    qkv: T x (H + 2K) x E; cells: cache cell of each token; keys, values: … x K x E.
     """
     T, N, E = qkv.shape
     K = (N - H) // 2
@@ -298,9 +303,9 @@ def newest_heads(
     eps: float,
     H: int,
 ) -> Tensor:
-    """Return q of each active sequence's newest token; write k and v to its pages.
+    """Return q, normalized and rotated, of each active sequence's newest token; write its k and v.
 
-    qkv: B x (H + 2K) x E; keys, values: … x PAGE x K x E.
+    k and v go to the sequence's pages. qkv: B x (H + 2K) x E; keys, values: … x PAGE x K x E.
     """
     B, N, E = qkv.shape
     K = (N - H) // 2
@@ -338,7 +343,7 @@ def newest_heads(
 def head_scales(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], bool]:
-    """Return the two scales to pass to a kernel, and whether it normalizes."""
+    """Return q_scale and k_scale (placeholders if None), and True if heads are to be normalized."""
     if q_scale is None or k_scale is None:
         return (qkv, qkv), False
     return (q_scale, k_scale), True

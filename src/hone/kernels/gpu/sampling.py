@@ -1,11 +1,11 @@
-"""Draw the next token, with logprob, stop test and bookkeeping: one block per row.
+"""Draw the next token of each row, with logprob, stop test and bookkeeping.
 
     logits ─ stretch_kernel ─┬─► maximum and sum of exponentials of ─ sample_kernel ─► token, logprob, state
     hidden ─ head_kernel ────┘   every stretch of the vocabulary
 
 The uniform random number selects a stretch of the vocabulary, and only this stretch is read again.
-From hidden states, logits are never written to memory: those of the selected stretch are computed
-again.
+Draws from hidden states never write logits to memory: `sample_kernel` computes the logits of the
+selected stretch a second time.
 """
 
 import torch
@@ -119,7 +119,7 @@ def head_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute each stretch's maximum and sum of exponentials from hidden states.
+    """Compute maximum and sum of exponentials of the logits of each stretch, from hidden states.
 
     Logits are x (M x D) times the transpose of weight (V x D), and are not written to memory. A
     stretch has C logits.
@@ -159,7 +159,7 @@ def _logits(x, weight, first, V, D: tl.constexpr, BK: tl.constexpr, C: tl.conste
 
 @triton.jit
 def _total(tops, sums):
-    """Return the highest maximum, and the stretches' sums relative to it, float64."""
+    """Return the highest of the stretches' maxima, and the stretches' sums rescaled to it, float64."""
     top = tl.max(tops)
     return top, sums.to(tl.float64) * tl.exp(tops - top).to(tl.float64)
 
@@ -189,9 +189,10 @@ def sample_kernel(
 ):
     """Draw the token of batch row b and store it in the row's state (`kernels/row_state.py`).
 
-    With FILTERED the logprob is that of `plain` B x V. advance: 1 if this step stored the last
-    token's keys, 0 after a prefill. If D is not 0, `logits` are hidden states B x D and `plain` the
-    head's weight V x D.
+    If D is 0, `logits` and `plain` are B x V, and with FILTERED the logprob is computed from
+    `plain`. Otherwise the token is drawn from hidden states: `logits` holds them, B x D, and
+    `plain` holds the LM head's weight, V x D. advance: 1 if this step stored the last token's keys,
+    0 after a prefill.
     """
     b = tl.program_id(0).to(tl.int64)
     i, s = tl.arange(0, C), tl.arange(0, STRETCHES)
@@ -309,9 +310,9 @@ def draw_from_hidden(
     logprobs: Tensor,
     advance: bool,
 ) -> None:
-    """Draw tokens without filters from hidden states.
+    """Draw a token for every active row that is not done, from hidden states, without filters.
 
-    hidden: B x D, D a multiple of 64. weight: V x D, of the head.
+    hidden: B x D, D a multiple of 64. weight: V x D, of the LM head.
     """
     hidden = hidden.contiguous()
     (B, D), V = hidden.shape, len(weight)

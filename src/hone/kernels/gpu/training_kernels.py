@@ -1,7 +1,7 @@
-"""Norm, heads and SwiGLU of a training step, forward and backward.
+"""Kernels of a training step: norm, query and key heads, SwiGLU, logprobs and entropies.
 
-Gradients recompute what the forward pass did not keep. For a sum over all rows (the gradient of a
-scale) each program sums its own rows, and the programs' parts are added afterwards.
+Backward kernels recompute what the forward pass did not keep. For a sum over all rows (the gradient
+of a scale) each program sums its own rows, and the programs' parts are added afterwards.
 """
 
 import torch
@@ -86,7 +86,10 @@ def norm_backward(
     eps: float,
     with_normed: bool,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale."""
+    """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale.
+
+    grad_total: the gradient of `total` through its other uses, if any.
+    """
     T, D = total.shape
     out = torch.empty_like(total)
     normed = torch.empty_like(total) if with_normed else None
@@ -128,7 +131,7 @@ def rotate_heads_kernel(
     N: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Normalize and rotate q and k of token t of a projection T x (H + 2K) x E."""
+    """Normalize and rotate the q and k heads of token t of qkv, T x (H + 2K) x E."""
     t = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N)[:, None], tl.arange(0, half)[None, :]
@@ -167,7 +170,10 @@ def rotate_heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return q T x H x E and k T x K x E of a projection T x (H + 2K) x E."""
+    """Return q T x H x E and k T x K x E, normalized and rotated, of qkv T x (H + 2K) x E.
+
+    Without scales, q and k are only rotated.
+    """
     T, N, E = qkv.shape
     K = (N - H) // 2
     q, k = qkv.new_empty(T, H, E), qkv.new_empty(T, K, E)
@@ -213,7 +219,9 @@ def rotate_heads_backward_kernel(
     N: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Compute the gradient of projections T x (H + 2K) x E, and this program's scale gradients."""
+    """Compute the gradient of qkv, T x (H + 2K) x E, and this program's part of both scale
+    gradients.
+    """
     half: tl.constexpr = E // 2
     n, e = tl.arange(0, N).to(tl.int64)[:, None], tl.arange(0, half)[None, :]
     is_q, is_k, is_v = n < H, (n >= H) & (n < H + K), (n >= H + K) & (n < H + 2 * K)

@@ -1,9 +1,10 @@
 """The loop of an RL run: a batch in, an optimizer step, a new version of the policy out.
 
     BatchSource ── take_batch ──► PolicyTrainer.begin_step ──► PolicySink.update ─► RunSession.save_step ─► publish
-    the orchestrator, or files                                 same storage, or a delivery
+    an orchestrator, or files                                  samplers read the same storage, or a published copy
 
-`launch/colocated.py` runs it with an orchestrator in the same process, `trainer/rl/train.py` with one in another.
+`launch/colocated.py` runs this loop with an orchestrator in the same process, `trainer/rl/train.py`
+with an orchestrator in another process.
 """
 
 import time
@@ -27,10 +28,10 @@ class BatchSource(Protocol):
         """Return the batch of a step, or None if the run was asked to stop."""
 
     def on_launched(self) -> None:
-        """Do host work while a GPU computes the batch; called on the compute thread."""
+        """Do host work while the GPU runs forward and backward; called on the compute thread."""
 
     def read_metrics(self, step: int) -> dict[str, float]:
-        """Return the metrics of a step's rollouts, once it has been trained on."""
+        """Return the metrics of a step's rollouts; called after the step has been trained on."""
 
     def read_progress(self, step: int) -> dict[str, Any] | None:
         """Return the state that a run needs to resume after this step."""
@@ -42,7 +43,7 @@ class BatchSource(Protocol):
         """Cancel the groups in flight, since no further batch will be taken."""
 
     async def close(self) -> None:
-        """Release everything."""
+        """Release the resources of the source."""
 
 
 class PolicySink(Protocol):

@@ -157,9 +157,10 @@ def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None
 
 
 def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
-    """Write the orchestrator's progress from a checkpoint to `rollouts`, unless that exists.
+    """Write the orchestrator's saved state to directory `rollouts`, unless this directory exists.
 
-    Trainer and orchestrator read it from there.
+    `progress` is the state in the checkpoint, `rollouts` the directory of the rollouts of the same
+    step. Trainer and orchestrator read the state from there.
     """
     if progress is not None and not rollouts.exists():
         with appearing_directory(rollouts) as directory:
@@ -169,8 +170,9 @@ def restore_progress(progress: dict[str, Any] | None, rollouts: Path) -> None:
 class Publisher:
     """PolicySink that publishes weights as version N, for servers to load.
 
-    The first version comes with the tokenizer, so that any server can load it. The sender transfers
-    all weights, or the trained adapter (`transport/weight_transport.py`).
+    The first version that a process publishes comes with the tokenizer, so that any server can load
+    the model. A `Sender` (`transport/weight_transport.py`) transfers all weights, or only the
+    trained adapter.
     """
 
     def __init__(self, session: RunSession, log: logging.Logger) -> None:

@@ -1,6 +1,6 @@
-"""The RL trainer: a batch of samples in, one optimizer step on the shared weights, metrics out.
+"""The RL trainer: a batch of samples in, one optimizer step on the policy's weights, metrics out.
 
-samples ─ split by tokens, pack ─► forward ─ logprobs at the sampler's T ─► weighted loss ─ backward ─► AdamW
+samples ─ split by tokens, pack ─► forward ─ logprobs at sampling temperature ─► weighted loss ─ backward ─► AdamW
 """
 
 import copy
@@ -110,9 +110,10 @@ class PolicyTrainer:
         )
 
     def compile_kernels(self, most_tokens: int = 2048) -> None:
-        """Compile and load the kernels of steps of up to `most_tokens` (`gpu/compiling.py`).
+        """Compile and load the kernels of steps of up to `most_tokens` tokens.
 
-        Does nothing without GPU kernels, or for sharded models, whose ranks must run in step.
+        Does nothing without GPU kernels, or for a sharded model, whose ranks would all have to take
+        part. See `gpu/compiling.py`.
         """
         if self.optimizer.is_sharded or not trains_model(
             self.model.embed.weight, self.model.spec.head_dim
@@ -143,10 +144,10 @@ class PolicyTrainer:
     ) -> Callable[[], dict[str, float]]:
         """Launch one optimizer step; return a function that waits for the step's metrics.
 
-        Call the returned function exactly once. The loss is normalized by the loss tokens of the
-        whole batch, so it does not depend on the split into micro-batches. A batch without samples
-        (no group had a signal) leaves the weights unchanged. `meanwhile` is called when all forward
-        and backward passes have been launched.
+        Call the returned function exactly once. The weights of the tokens' losses are computed over
+        the whole batch, so the loss does not depend on the split into micro-batches. A batch
+        without samples (all advantages were 0) leaves the model unchanged. `meanwhile` is called
+        when all forward and backward passes have been launched.
         """
         start = time.perf_counter()
         samples = batch.samples
@@ -249,7 +250,10 @@ class PolicyTrainer:
         return self.loss_of.get(sample.env, self.loss)
 
     def _group_by_loss(self, samples: list[Sample]) -> list[tuple[Loss, list[int]]]:
-        """Return each loss with the indices of its samples, which are processed separately."""
+        """Return each distinct loss with the indices of its samples.
+
+        Samples with different losses are processed in separate micro-batches.
+        """
         kinds: list[tuple[Loss, list[int]]] = []
         for i, sample in enumerate(samples):
             loss = self._loss_of(sample)
@@ -265,9 +269,10 @@ class PolicyTrainer:
     def _split_parts(
         self, samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]
     ) -> list[tuple[Loss, list[int]]]:
-        """Return this rank's micro-batches, each as a loss and the indices of its samples.
+        """Return this rank's micro-batches, each as (loss, indices of the samples).
 
-        Ranks that share a model get equally many micro-batches for each loss.
+        Ranks of a sharded model get equally many micro-batches for each loss; some of them may be
+        empty.
         """
         parts: list[tuple[Loss, list[int]]] = []
         for kind, members in by_loss:
@@ -298,8 +303,9 @@ class PolicyTrainer:
     ) -> tuple[torch.Tensor, float]:
         """Run forward and backward of a micro-batch; add its per-token values to `values`.
 
-        Returns its share of the loss, and the FLOPs of its forward pass. Without samples it only
-        takes part in the ranks' collective operations.
+        Returns the micro-batch's share of the batch's loss, and the FLOPs of its forward pass. If
+        there are no samples, a sample of weight 0 is computed, so that this rank takes part in the
+        collective operations.
         """
         if not samples:
             return self._backward_part(loss, [_nothing()], [0.0], defaultdict(list))
@@ -350,9 +356,10 @@ class PolicyTrainer:
         )
 
     def _differing_routing(self) -> torch.Tensor:
-        """Return how many replayed experts the routers would not choose, and how many there are.
+        """Count the replayed experts that routers would not choose, and all replayed experts.
 
-        Returns both counts in one tensor. Ends the replay.
+        Replayed experts are the sampler's, which training uses in place of its routers' choice.
+        Returns both counts in one tensor, and ends the replay.
         """
         self.model.routing_TR = None
         found = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -422,10 +429,10 @@ def _loss_of_slice(
 
 
 def _weigh_samples(samples: list[Sample], by_loss: list[tuple[Loss, list[int]]]) -> list[float]:
-    """Return the weight of each sample's tokens.
+    """Return the weight of each token's loss, one number per sample.
 
-    With several losses, each has the weight of its share of the samples with targets;
-    `token_weights` divides this weight among their tokens.
+    With several losses, the weights that `token_weights` returns for the samples of a loss are
+    multiplied by this loss's share of all samples with targets.
     """
     lengths = [sample.target_count for sample in samples]
     weights = [0.0] * len(samples)

@@ -2,8 +2,8 @@
 
     data_sources ─► messages ─ chat template ─► ids, mask ─► rows ─► step
 
-Conversations reads all data at once and iterates over it in a new order every epoch.
-StreamedConversations reads data as it comes.
+Class `Conversations` holds all data in memory and orders it anew every epoch;
+`StreamedConversations` reads data on demand.
 """
 
 import logging
@@ -87,7 +87,7 @@ class LeftOut:
 
 
 class Renderer:
-    """Convert a row to samples no longer than `seq_len`."""
+    """Tokenize a row's conversation into samples; leave out those longer than `seq_len` tokens."""
 
     def __init__(
         self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False
@@ -124,8 +124,9 @@ class Conversations:
         data_sets: rows of each data set.
         seq_len: maximum number of tokens of a sample.
         roles: roles whose messages have a loss.
-        last_only: if the template rewrites earlier turns, leave those without loss instead of
-            adding samples that show them unchanged.
+        last_only: how to treat earlier turns that the chat template rewrites, for example by
+            dropping their reasoning. True: these turns have no loss; False: additional samples,
+            which end with such a turn, show it as it was written.
     """
 
     def __init__(
@@ -235,7 +236,10 @@ STREAM_CHECK = 1000  # rows of a stream after which the share left out is checke
 
 
 def too_many_left_out(count: int, total: int, left: LeftOut, config: DataConfig) -> ValueError:
-    """Return the error for data of which more is left out than `data.max_left_out` allows."""
+    """Return the ValueError that more rows are left out than `data.max_left_out` allows.
+
+    `count` of `total` rows are left out.
+    """
     return ValueError(
         f"data: {count} of {total} rows would be left out: {left}; data.max-left-out allows {config.max_left_out:g} of "
         "them (a longer data.seq-len keeps long ones; --data.max-left-out 1 trains on the others)"
@@ -269,7 +273,7 @@ def iterate_epoch(
 
 
 def pack_conversations(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
-    """Yield rows of whole conversations, in order: as many as fit into seq_len tokens.
+    """Pack whole conversations in order into rows of at most `seq_len` tokens; yield the rows.
 
     With `pack` "stack" each row has one conversation.
     """

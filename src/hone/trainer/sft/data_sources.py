@@ -1,7 +1,7 @@
-"""Read SFT data from files, folders and the hub as rows, and convert rows to messages.
+"""Read SFT data from files, folders and the Hugging Face hub as rows; convert rows to messages.
 
-    .jsonl .json .csv (.gz)      rows as they are written
-    .parquet .arrow, folders that datasets saved, hub ids       Arrow tables, whose columns have a type
+    .jsonl .json .csv (.gz)                                            rows as they are written
+    .parquet, .arrow, folders saved by the datasets library, hub ids   Arrow tables, whose columns have a type
 
 In an Arrow table, objects of one column all have the same keys; where a row did not have a key, its
 value is null. These added nulls are removed (`drop_nulls`).
@@ -108,7 +108,7 @@ def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, A
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row of an Arrow table without the nulls that column types added."""
+    """Return a row of an Arrow table without the nulls that stand for keys the row did not have."""
     return {key: drop_nulls(value) if key in CONVERSATION else value for key, value in row.items()}
 
 

@@ -15,9 +15,10 @@ Tell = Callable[..., None]
 
 
 def survey_data(data: Conversations, config: DataConfig, key: str, tell: Tell) -> None:
-    """Render the rows of the data; log how many there are and what is left out.
+    """Tokenize the data, or a sample of its rows; log its size and which rows are left out.
 
-    Raises ValueError if the share left out exceeds `data.max_left_out`, unless it is all rows.
+    Raises ValueError if the share of rows left out exceeds `data.max_left_out`, unless all rows are
+    left out.
     """
     left = LeftOut()
     samples = 0
@@ -59,7 +60,10 @@ def row_tokens_of_data(data: Conversations, positions: int, tell: Tell) -> int:
 def row_tokens_of_streams(
     sources: list[Source], render: Renderer, positions: int, tell: Tell
 ) -> int:
-    """Choose a row length by the first STREAMED_ROWS rows of each stream."""
+    """Return a row length in tokens that fits the first STREAMED_ROWS conversations of each stream.
+
+    It is at most `positions` and at most MOST_ROW_TOKENS.
+    """
     lengths = (render(row).longest for source in sources for row in islice(source, STREAMED_ROWS))
     return _row_tokens(max(lengths, default=0), positions, tell)
 

@@ -287,7 +287,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
-        The loss is the mean over all targets of the step, however it is split.
+        The loss is the mean over all targets of the step, whatever the split into micro-batches and
+        ranks.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
@@ -345,7 +346,7 @@ class Trainer:
         handle_bad_step(step, grad_norm, sequences, self.optimizer, policy, self.ranks)
 
     def _split_micro_batches(self, mine: list[Row]) -> list[list[Row]]:
-        """Return this rank's rows in micro-batches, equally many on ranks that share a model."""
+        """Split this rank's rows into micro-batches, equally many on all ranks if sharded."""
         size = self.config.data.micro_batch_size or max(1, len(mine))
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         if self.optimizer.is_sharded:

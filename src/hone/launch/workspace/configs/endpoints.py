@@ -1,5 +1,6 @@
-"""Named servers for `vf-eval -m NAME` and `hone eval run ENV -m NAME`; "default" serves other
-names.
+"""Named servers for `vf-eval -m NAME` and `hone eval run ENV -m NAME`.
+
+The entry "default" is used for names without an entry.
 """
 
 import os
