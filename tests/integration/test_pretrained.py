@@ -93,31 +93,35 @@ def test_sft_lowers_the_loss(tmp_path):
     words = ("--data.name", data, "--data.seq-len", 128, "--data.batch-size", 4, "--max-steps", 8)
     words += ("--optim.lr", 1e-4, "--output-dir", tmp_path / "run")
     command("sft", "--model.name", MODEL, *words)
-    losses = [row["loss/mean"] for row in read_rows(tmp_path / "run" / "metrics.jsonl")]
+    losses = [row["loss/mean"] for row in read_rows(tmp_path / "run" / "metrics_sft.jsonl")]
     assert losses[-1] < 0.8 * losses[0]
 
 
 def test_rl_raises_the_reward_and_its_checkpoint_is_exported(tmp_path):
     run, exported = tmp_path / "run", tmp_path / "exported"
     words = ("@", f"{SUMS}/rl.toml", "--model.name", MODEL, "--output-dir", run)
-    words += ("--max-steps", 30, "--orchestrator.eval", "None", "--ckpt.interval", 30)
+    words += ("--max-steps", 20, "--orchestrator.eval", "None", "--ckpt.interval", 20)
     command("rl", *words, "--trainer.optim.lr", 2e-5, env={"PYTHONPATH": SUMS})
     rewards = [row["reward/mean"] for row in read_rows(run / "metrics.jsonl")]
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.2
     command(
-        "hone", "export", "--checkpoint", run / "checkpoints" / "step_30", "--output-dir", exported
+        "hone", "export", "--checkpoint", run / "checkpoints" / "step_20", "--output-dir", exported
     )
     from safetensors.torch import load_file
 
-    trained = load_file(run / "weights" / "step_30" / "model.safetensors")
+    trained = load_file(run / "weights" / "step_20" / "model.safetensors")
     written = load_file(exported / "model.safetensors")
     assert trained.keys() == written.keys()
     assert all(torch.equal(trained[name].bfloat16(), written[name]) for name in trained)
 
 
 def test_probe_finds_the_same_logprobs_in_sampling_and_training():
-    done = command("hone", "probe", "--model.name", MODEL, "--rollouts", 16, "--max-tokens", 32)
-    assert "Traceback" not in done.stdout
+    from hone.launch.numerics_probe import probe_model
+    from hone.models.hf import load_model
+
+    found = probe_model(load_model(Path(MODEL), dtype=torch.float32), 16, 32)
+    assert found.tokens > 200 and found.largest < 1e-3 and abs(found.mismatch) < 1e-8
+    command("hone", "probe", "--model.name", MODEL, "--rollouts", 4, "--max-tokens", 8)
 
 
 def test_vllm_samples_the_same(server, tmp_path):

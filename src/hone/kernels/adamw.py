@@ -40,7 +40,10 @@ class Change:
 
 
 def takes(tensor: Tensor) -> bool:
-    """Return True if a single-pass kernel supports the tensor, on a GPU or in pinned memory."""
+    """Return True if the single-pass GPU kernel can update this tensor.
+
+    It may be on a GPU or in pinned host memory.
+    """
     there = gpu.IS_AVAILABLE and (
         tensor.is_cuda or (torch.cuda.is_available() and tensor.is_pinned())
     )
@@ -50,11 +53,12 @@ def takes(tensor: Tensor) -> bool:
 class AdamW:
     """In-place AdamW over weights, fp32 masters and both moments.
 
-    Tensors must stay at their addresses. All but the weights may be on another device.
+    All tensors must stay at their addresses. Masters and moments may be on another device than the
+    weights.
 
     Args:
-        tensors: four lists with one tensor per weight: weights, masters (the same memory for fp32
-            weights), first moments, second moments.
+        tensors: four lists with one tensor per weight: weights, masters (of an fp32 weight, the
+            weight itself), first moments, second moments.
         decays: weight decay of each weight.
     """
 
@@ -77,7 +81,7 @@ class AdamW:
             adamw_reference(weight, master, first, second, grad, decay, change, seed)
 
     def rehearse(self) -> None:
-        """Compile the kernel by a dummy step, for gradients in the weights' dtype and fp32."""
+        """Compile the GPU kernel with dummy steps: gradients in the weights' dtype and in fp32."""
         if self.table is not None:
             device = self.tensors[0][0].device
             count = self.table.fewest

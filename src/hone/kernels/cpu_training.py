@@ -1,9 +1,10 @@
-"""The two halves of a transformer block on a CPU, one compiled call forward and one backward each.
+"""Compute each half of a transformer block on a CPU in one compiled call forward and one backward.
 
-    x ─ add, norm, qkv, heads, attention ─► mixed ─ out, add, norm, gate_up, swiglu, down ─►        mix, feed
+    x ─ add, norm, qkv, heads, attention ─► mixed                            mix
+    x, mixed ─ out, add, norm, gate_up, swiglu, down ─► delta                feed
 
-Results have the same bits as those of the separate operations, which in a small model take less
-time than the Python code between them. Implemented in `kernels/cpu/block.py`.
+Results have the same bits as those of the separate operations. In a small model, these operations
+take less time than the Python code that calls them. The kernels are in `kernels/cpu/block.py`.
 """
 
 from typing import Any

@@ -8,11 +8,12 @@ import torch
 
 
 class Captured:
-    """Collection of CUDA graphs that run one after the other.
+    """CUDA graphs by key, such as a batch shape; only one may run at a time.
 
-    A graph's result is valid until the next graph runs. With `stand_in`, a larger graph runs in
-    place of a missing smaller one until a capture of the smaller one would pay off. The last bits
-    of a result then depend on which graphs were captured before.
+    The result tensors of a graph are valid until another graph is replayed. With `stand_in`, the
+    caller may replay a captured graph of a larger shape instead of capturing one of the requested
+    shape, until the wasted work exceeds the cost of a capture (`may_stand_in`). The last bits of a
+    result then depend on which graphs have been captured.
     """
 
     def __init__(self, stand_in: bool = False) -> None:
@@ -29,10 +30,10 @@ class Captured:
         return iter(self.graphs)
 
     def may_stand_in(self, key: Hashable, spare: float, pays: float) -> bool:
-        """Return True if a larger graph may run once more in place of missing graph `key`.
+        """Return True if a graph of a larger shape should run instead of capturing graph `key`.
 
-        `spare` is the work wasted by this run; the total waste for `key` must be less than `pays`,
-        the cost of a capture.
+        Adds `spare`, the work that this run wastes, to the total for `key`. The total must be less
+        than `pays`, the cost of a capture in the same unit.
         """
         if self.stand_in:
             self._spare[key] += spare
@@ -50,7 +51,7 @@ class Captured:
         self.graphs[key] = graph, result, forward
 
     def replay(self, key: Hashable, times: int = 1) -> Any:
-        """Replay a graph `times` times and return what `forward` returned."""
+        """Replay graph `key` `times` times; return what its function returned at capture."""
         graph, result, _ = self.graphs[key]
         for _ in range(times):
             graph.replay()

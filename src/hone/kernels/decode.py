@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Sequences that decode, by their rows of the state matrix and of the page table.
+    """Sequences of a decode step, as row numbers of the state matrix and the page table.
 
     Attributes:
-        active_B: int64, the row of each sequence.
-        state: see `row_state.py`.
-        table: position p of a sequence is cell p % PAGE of page table[row, p // PAGE].
-        shared, divided, is_long: for the GPU (`gpu/decode.py`).
+        active_B: int64, row number of each sequence.
+        state: state matrix; `row_state.py` lists its columns.
+        table: page table; position p of row r is cell p % PAGE of page table[r, p // PAGE].
+        shared: pages that several sequences share and a GPU reads once.
+        divided: division of each sequence among GPU thread blocks.
+        is_long: use the GPU's tile sizes for long sequences.
     """
 
     active_B: Tensor
@@ -37,7 +39,7 @@ class DecodeRows:
 
 
 def takes_pages(x_THE: Tensor) -> bool:
-    """Return True if a kernel reads the pages in place; otherwise they are gathered."""
+    """Return True if a kernel for such heads reads KV pages in place, without gathering them."""
     E = x_THE.shape[-1]
     return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (
         cpu.takes(x_THE) and E % 16 == 0
@@ -47,9 +49,9 @@ def takes_pages(x_THE: Tensor) -> bool:
 def attend_by_pages(
     q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
 ) -> Tensor:
-    """Return attention outputs, B x (H * E), for CPU tensors that `takes_pages` accepts.
+    """Store k and v in the KV cache; return attention outputs, B x (H * E). For CPU tensors.
 
-    keys, values: pages x PAGE x K x E of a layer.
+    keys, values: KV cache of a layer, pages x PAGE x K x E. `takes_pages` must be True for q.
     """
     from hone.kernels.cpu import decode
     from hone.kernels.flat_attention import addresses

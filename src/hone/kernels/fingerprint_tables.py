@@ -1,7 +1,7 @@
-"""Tables of the memory stretches from which every device computes fingerprints.
+"""Tables of the memory of tensors, from which a CPU or a GPU computes fingerprints.
 
-A stretch is up to WORDS consecutive words of one tensor; a word has the size of the tensor's
-elements (`fingerprints.py`).
+Each row of a table describes one stretch: up to WORDS consecutive words of one tensor. A word has
+the size of the tensor's elements (`fingerprints.py`).
 """
 
 from abc import ABC, abstractmethod
@@ -27,18 +27,24 @@ class FingerprintTable(ABC):
         """Discard partial sums."""
 
     def add(self, numbers: tuple[int, ...]) -> None:  # noqa: B027
-        """Mark the tensors with these numbers as final; a GPU then begins to sum them.
+        """Mark the tensors with these indices as final; a GPU then begins to sum their words.
 
-        Call it at most once per tensor before `sums`.
+        Pass each tensor at most once before `sums` is called.
         """
 
     @abstractmethod
     def sums(self) -> Tensor:
-        """Return the sum of each tensor, as `fingerprints.sums_reference` does, on the device."""
+        """Return the fingerprint sum of each tensor, int64, on the tensors' device.
+
+        The sums equal those of `fingerprints.sums_reference`.
+        """
 
 
 def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int64]:
-    """Return one row (address, word count, factor, index) per stretch of the tensors `numbers`."""
+    """Return one row per stretch of up to WORDS words of the tensors with indices `numbers`.
+
+    Columns: address, word count, factor of the sum (`powers`), index of the tensor.
+    """
     rows = [np.empty((0, COLUMNS), dtype=np.int64)]
     for number in numbers:
         one = words[number]
@@ -53,7 +59,7 @@ def stretches(words: Sequence[Tensor], numbers: Iterable[int]) -> NDArray[np.int
 
 @lru_cache(maxsize=256)
 def powers(count: int) -> NDArray[np.int64]:
-    """Return MIX^(count - 1), …, MIX, 1 modulo 2^64, the factors of the stretches' sums."""
+    """Return MIX^(count - 1), …, MIX, 1 modulo 2^64: factors of a tensor's stretch sums."""
     found = []
     power = 1
     for _ in range(count):

@@ -29,15 +29,16 @@ class Fingerprints:
         self.table = _table(self.words)
 
     def begin(self, numbers: Sequence[int]) -> None:
-        """Begin to compute the fingerprints of the tensors with these numbers.
+        """Begin to compute the fingerprints of the tensors with these indices, on a GPU.
 
-        Their values must not change before the next call of this object. Only a GPU computes ahead.
+        The values of these tensors must not change until the Fingerprints object is next called. On
+        a CPU this does nothing.
         """
         if self.table is not None:
             self.table.add(tuple(numbers))
 
     def forget(self) -> None:
-        """Discard partial fingerprints after a weight update."""
+        """Discard fingerprints begun with `begin`; call this when values change again."""
         if self.table is not None:
             self.table.forget()
 
@@ -69,7 +70,7 @@ def _table(words: Sequence[Tensor]) -> FingerprintTable | None:
 
 
 def rehearse(weight: Tensor) -> None:
-    """Compile the kernel for weights like this one (`gpu/compiling.py`)."""
+    """Compile the fingerprint kernel for tensors of this weight's dtype and device."""
     Fingerprints([weight.new_zeros(1)])()
 
 

@@ -1,8 +1,8 @@
-"""Causal attention over the flat token axis on the CPU (`cpu/attention.py`).
+"""Causal attention on a CPU over sequences laid end to end on one token axis.
 
-It needs no padding and no gathering. A sequence is a row (start, length, prefix start, prefix
-length); each token sees the prefix, and its own sequence up to itself. A prefix and the sequences
-that share it are adjacent and form a group.
+It needs no padding and no gathering (`cpu/attention.py`). A sequence is a row (start, length,
+prefix start, prefix length) of a table; each token sees the prefix, and the sequence's tokens up to
+itself. A prefix and the sequences that share it have adjacent rows and form a group.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from hone.kernels import cpu
 
 @dataclass
 class Sequences:
-    """Sequences on the flat token axis, and the groups that share a prefix.
+    """Table of the sequences on one token axis, in groups that share a prefix.
 
     Attributes:
         rows: int64, S x 4: start, length, prefix start, prefix length.

@@ -2,12 +2,12 @@
 
 Each torch operation on a CPU reads and writes whole tensors, and in a small model its Python call
 takes longer than the operation itself. Compiled loops do all work on a row in one pass: norms,
-rotary positions, SwiGLU, attention over the flat token axis, sampling, logprobs. Kernels receive
+rotary positions, SwiGLU, attention over packed sequences, sampling, logprobs. Kernels receive
 addresses (`tensor.data_ptr()`), which cost nothing to pass; the functions of `hone.kernels` that
 call the kernels check layout and dtype.
 
-Compiled code (`compiling.py`) runs on torch's threads if numba finds the same OpenMP library. It
-supports only float32.
+Compiled code (`compiling.py`) supports only float32. It runs on torch's threads if numba finds the
+OpenMP library that torch uses.
 """
 
 import functools
@@ -53,7 +53,7 @@ IS_AVAILABLE = importlib.util.find_spec("numba") is not None and machine.instruc
 
 
 def words(device: str) -> str:
-    """Describe a device type for log lines; a CPU with its kernels and number of threads."""
+    """Return a device type for log lines; for a CPU, add instruction set and number of threads."""
     kernels = machine.instruction_set() if IS_AVAILABLE else "plain torch"
     return f"cpu ({kernels}, {torch.get_num_threads()} threads)" if device == "cpu" else device
 

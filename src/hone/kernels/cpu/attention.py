@@ -56,7 +56,7 @@ def copy_rows(x, at, row, count, padded, scale, E, out, out_at):
 def copy_columns(x, at, row, count, padded, E, out, out_at, N):
     """Write x[count x E] transposed into out[E x N], from column `out_at` on.
 
-    Zeros follow up to `padded` columns.
+    `padded` columns are written; those after the first `count` are zeros.
     """
     whole = E // LANES * LANES if count >= LANES else 0
     for start in range(0, count if whole else 0, LANES):
@@ -83,7 +83,10 @@ def add_rows(x, at, count, E, out, out_at, row):
 
 @inlined
 def longest(sequences, first, end):
-    """Return the largest key count (padded to 16) and query block of sequences first … end."""
+    """Return the most keys, and the most query rows per block, of sequences first … end - 1.
+
+    Keys include the prefix and are padded to a multiple of 16, query rows to a multiple of ROWS.
+    """
     keys, most = 16, ROWS
     for s in range(first, end):
         _, length, _, P = sequences[s]
@@ -94,10 +97,10 @@ def longest(sequences, first, end):
 
 @inlined
 def score_rows(q, keys, W, first, rows, P, N, E, scores):
-    """Compute the masked scores[rows x N] of query rows first … first + rows.
+    """Compute the causally masked scores[rows x N] of query rows first … first + rows - 1.
 
-    For each ROWS rows, columns are written up to the last tile of 16 that one of these rows needs;
-    later keys in this range are masked. keys: E x W.
+    keys: E x W, with P prefix keys first. For every ROWS query rows, only tiles of 16 columns with
+    a visible key are written; later keys in these tiles get the score _MASKED.
     """
     for r in range(0, rows, ROWS):
         columns = min(N, (P + first + r + ROWS + 15) // 16 * 16)
@@ -110,12 +113,12 @@ def score_rows(q, keys, W, first, rows, P, N, E, scores):
 
 @compiled
 def forward(H, K, E, q, q_row, k, k_row, v, v_row, sequences, groups, out, logsum):
-    """Compute out T x H x E, and logsum T x H: the log-sum-exp of the scaled scores.
+    """Compute outputs `out`, T x H x E, and log-sum-exps `logsum` of scaled scores, T x H.
 
     Args:
-        q, k, v: addresses; `q_row`, `k_row` and `v_row` are the floats from one token to the next.
-        sequences: S x 4 rows, as described in the module.
-        groups: G + 1 boundaries of groups of sequences.
+        q, k, v: addresses; `q_row`, `k_row` and `v_row` are the strides between tokens, in floats.
+        sequences: S x 4: start, length, prefix start, prefix length of each sequence.
+        groups: G + 1 row numbers; group g has rows groups[g] … groups[g + 1] - 1 of `sequences`.
     """
     scale = _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * H):
@@ -189,7 +192,10 @@ def backward(
     grad_k,
     grad_v,
 ):
-    """Compute gradients of q (T x H x E), k and v (T x K x E). grad, out: T x H x E."""
+    """Compute the gradients of q (T x H x E), k and v (T x K x E) from `grad`, that of `out`.
+
+    grad, out: T x H x E. The other arguments are those of `forward`.
+    """
     repeats, scale = H // K, _f(1) / np.sqrt(_f(E))
     for task in prange((len(groups) - 1) * K):
         group, kh = task // K, task % K

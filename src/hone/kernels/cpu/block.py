@@ -1,15 +1,16 @@
-"""Compute both halves of a transformer block in training, one call forward and one backward each.
+"""Compute each half of a transformer block in training with one call forward and one backward.
 
     x ─ add, norm ─ qkv ─ heads ─ attention ─► mixed                       mix
     x, mixed ─ out ─ add, norm ─ gate_up ─ swiglu ─ down ─► delta          feed
 
-A task computes consecutive steps for a few rows, so that intermediate values stay in a core's
-cache. Attention and the gradients of weights need all rows, so they have tasks of their own.
-Results have the same bits as those of the kernels that compute one step each.
+A task (one iteration of a parallel loop) computes consecutive steps for a few rows, so that
+intermediate values stay in a core's cache. Attention and the gradients of weights need all rows, so
+they have tasks of their own. Results have the same bits as those of the kernels that compute one
+step each.
 
-All tensors are addresses of dense float32 memory. The variable `one` is a 64-bit 1: a literal 1 has
-another type, for which numba would compile the kernels again. Dimensions: T tokens, D hidden, H
-query heads and K key heads of size E, F feed-forward.
+All tensors are passed as addresses of dense float32 memory. The variable `one` is a 64-bit 1: a
+literal 1 has another type, for which numba would compile the kernels again. Dimensions: T tokens, D
+hidden, H query heads and K key heads of size E, F feed-forward.
 """
 
 import numpy as np
@@ -36,16 +37,19 @@ FLOAT = 4  # bytes
 
 @inlined
 def times(top, end, N, K, a, packed, out, out_first):
-    """Multiply rows top … end of A (K wide) by a packed B (N wide).
+    """Multiply rows top … end - 1 of A (K columns) by a packed B (N columns).
 
-    `out` begins with row `out_first`.
+    The first row of `out` is row `out_first` of the result.
     """
     multiply_rows(top, end, 0, (N + WIDTH - 1) // WIDTH, N, K, a, K, packed, out, out_first)
 
 
 @inlined
 def ask_for_rows(top, end, N, x):
-    """Prefetch rows top … end of x (N wide) in order; a matrix product reads several at once."""
+    """Prefetch rows top … end - 1 of x (N columns), one row after the other.
+
+    The matrix product that follows reads several rows at once.
+    """
     for i in range(top * N, end * N, LINE):
         prefetch(x, i)
 
@@ -108,10 +112,11 @@ def mix_forward(
     mixed,
     logsum,
 ):
-    """Compute the attention half of a block.
+    """Compute the attention half of a transformer block, before the output projection.
 
-    Outputs: total T x D (x + delta; unused if delta is 0), normed T x D, rstd T, qkv T x (H + 2K) x
-    E, heads T x (H + K) x E and heads_rstd of queries and keys, mixed T x H x E, logsum T x H.
+    Outputs: total T x D (x + delta; not written if the address `delta` is 0), normed T x D, rstd T,
+    qkv T x (H + 2K) x E, heads T x (H + K) x E (queries and keys after norm and rotary positions),
+    heads_rstd T x (H + K), mixed T x H x E (attention outputs), logsum T x H.
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     panels = packed_panels(N, D, weight, one, D)
@@ -233,10 +238,10 @@ def mix_backward(
     of_scales,
     of_weight,
 ):
-    """Compute the gradients of the attention half.
+    """Compute the gradients of the attention half from those of `total` and `mixed`.
 
-    Outputs: of_x T x D, of_weight, and of_norm and of_scales as one part per block of rows
-    (`row_kernels.py`).
+    Outputs, all gradients: of_x T x D, of_weight, and of_norm and of_scales as partial sums, one
+    per block of rows, that the caller adds. of_q to of_qkv are scratch memory.
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     keys, values = heads + H * E * FLOAT, qkv + Q * FLOAT
@@ -404,10 +409,10 @@ def feed_backward(
     of_gate_up,
     of_down,
 ):
-    """Compute the gradients of `feed_forward`.
+    """Compute the gradients of `feed_forward` from those of `total` and `delta`.
 
-    Outputs: of_x T x D, of_mixed T x A, the weights' gradients, and of_norm as one part per block
-    of rows (`row_kernels.py`).
+    Outputs, all gradients: of_x T x D, of_mixed T x A, those of the weight matrices, and of_norm as
+    partial sums, one per block of rows, that the caller adds.
     """
     one = np.int64(1)
     weights = (

@@ -167,14 +167,14 @@ def sequence(function: Any) -> Any:
 
 
 def inlined(function: Any) -> Any:
-    """Compile a function that kernels inline."""
+    """Compile a function for use inside kernels, where LLVM may inline it."""
     return _numba()[0].njit(fastmath=True, error_model="numpy")(function)
 
 
 def note() -> dict[Call, None]:
-    """Make kernels imported from now on record their calls instead of computing.
+    """Make kernels imported from now on record their argument types instead of computing.
 
-    Returns the records, which later calls extend.
+    Returns the dict to which each later call of a kernel adds its types.
     """
     global _calls
     _calls = {}

@@ -44,7 +44,10 @@ _f, _u = np.float32, np.uint64
 
 @inlined
 def cell_of(position, PAGE, table, pages):
-    """Return the cache cell of a position; the sequence's pages are at table[pages:]."""
+    """Return the KV-cache cell (page number * PAGE + offset) of a token position.
+
+    The sequence's page numbers begin at table[pages].
+    """
     return get_integer(table, pages + position // PAGE) * PAGE + position % PAGE
 
 
@@ -70,7 +73,7 @@ def exponentials(scores, at, L):
 
 @inlined
 def mix_four(shares, first, count, values, at, step, out, out_at):
-    """Add the values of `count` tokens, weighted by their shares, to four vectors of `out`."""
+    """Add the values of `count` tokens, weighted by `shares`, to 4 * LANES floats of `out`."""
     a, b = load(out, out_at), load(out, out_at + LANES)
     c, d = load(out, out_at + 2 * LANES), load(out, out_at + 3 * LANES)
     w, x, y, z = splat(_f(0)), splat(_f(0)), splat(_f(0)), splat(_f(0))
@@ -107,7 +110,7 @@ def mix_four(shares, first, count, values, at, step, out, out_at):
 
 @inlined
 def mix_two(shares, first, count, values, at, step, out, out_at):
-    """Add the weighted values of `count` tokens to two vectors of `out`."""
+    """Add the values of `count` tokens, weighted by `shares`, to 2 * LANES floats of `out`."""
     a, b, w, x = load(out, out_at), load(out, out_at + LANES), splat(_f(0)), splat(_f(0))
     for j in range(0, count - 1, 2):
         one, two = get(shares, first + j), get(shares, first + j + 1)
@@ -139,10 +142,10 @@ def mix_row(H, K, E, q, q_at, keys, values, PAGE, L, table, pages, next_pages, o
     """Compute the attention output of one query token over a sequence's first L positions.
 
     Args:
-        keys, values: cache of a layer, pages x PAGE x K x E; PAGE is a multiple of 16.
-        pages: where in `table` the sequence's pages begin.
-        next_pages: where those of the next sequence begin, whose keys are prefetched.
-        out: H * E, from `out_at` on.
+        keys, values: KV cache of a layer, pages x PAGE x K x E; PAGE is a multiple of 16.
+        pages: where in `table` the sequence's page numbers begin.
+        next_pages: where in `table` the next sequence's page numbers begin; its first keys are prefetched.
+        out: H * E floats are written from out[out_at] on.
     """
     step, scale = K * E, _f(1) / np.sqrt(_f(E))
     starts = np.empty((L + PAGE - 1) // PAGE, np.int64)
@@ -221,9 +224,10 @@ def attend(
     table_row,
     out,
 ):
-    """Store k, v of the new token in the cache, then attend to the sequence: out B x (H * E).
+    """Store the new token's k and v of each sequence in the KV cache, then compute attention.
 
-    Sequence b has row active[b] of `state` and `table`.
+    Sequence b has row active[b] of the matrix `state` and of the page table `table`. The output
+    `out` is B x (H * E).
     """
     step = K * E
     for b in prange(B):
@@ -278,12 +282,14 @@ def draw_row(
     advance,
     weights,
 ):
-    """Draw the next token of a row of `state` and store it (`engine/token_sampler.py`).
+    """Draw the next token of the sequence in row `row` of `state`; store token and logprob.
+
+    The draw is that of `engine/token_sampler.py`.
 
     Args:
-        logits: V logits from `at` on.
-        plain: V logits for the logprob, if `has_plain`; else pass `logits`.
-        advance: 1 if this step stored the last token's keys, 0 after a prefill.
+        logits: V logits to draw from, from `at` on.
+        plain: V logits for the logprob, from `plain_at` on, if `has_plain`; else pass `logits`.
+        advance: number added to LENGTH: 1 if this step stored the last token's keys, 0 after a prefill.
         weights: scratch memory, V floats.
     """
     own = row * FIELDS
@@ -353,7 +359,10 @@ def draw(
     capacity,
     advance,
 ):
-    """Draw a token for every active row that is not done. logits, plain: B x V."""
+    """Draw the next token of each sequence b whose row active[b] of `state` is not done.
+
+    logits, plain: B x V.
+    """
     for b in prange(B):
         row = get_integer(active, b)
         if get_integer(state, row * FIELDS + DONE) == 0:

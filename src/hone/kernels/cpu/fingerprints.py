@@ -1,6 +1,6 @@
-"""Sum the words of tensors for fingerprints, at nearly memory bandwidth.
+"""Compute fingerprint sums of tensors on a CPU, at nearly memory bandwidth.
 
-A task sums one stretch (`kernels/fingerprints.py`).
+A parallel task sums one stretch of up to 2^18 words of a tensor (`kernels/fingerprints.py`).
 """
 
 from collections.abc import Sequence
@@ -28,8 +28,9 @@ from hone.kernels.fingerprint_tables import (
 def sums(count, table, odd, found):
     """Compute the weighted sum of each stretch's 32-bit words; integers wrap.
 
-    Word i is multiplied by (i * odd) | 1, and the sum by the stretch's power. `table` has the rows
-    of `fingerprint_tables.stretches`.
+    Word i of a stretch is multiplied by (i * odd) | 1, and the sum by the factor in column POWER of
+    `table`, which has one row per stretch (`fingerprint_tables.stretches`). The results go to
+    `found`.
     """
     for task in prange(count):
         row, factor, total = task * COLUMNS, np.int64(0), np.int64(0)
@@ -41,7 +42,7 @@ def sums(count, table, odd, found):
 
 
 class CpuTable(FingerprintTable):
-    """Fingerprint table of 32-bit words on a CPU; `sums` does all the work."""
+    """Fingerprint table of 32-bit words on a CPU; computes nothing before `sums` is called."""
 
     def __init__(self, words: Sequence[Tensor]) -> None:
         self.stretches, self.tensors = stretches(words, range(len(words))), len(words)

@@ -11,7 +11,10 @@ _f = np.float32
 
 @compiled
 def forward(N, V, logits, targets, temperature, logsum, logprobs, entropy):
-    """Compute log-sum-exp, target logprob and entropy, N each, of logits N x V / temperature N."""
+    """Compute log-sum-exp, target logprob and entropy for each row of logits / temperature.
+
+    logits: N x V; targets, temperature and the three outputs: N.
+    """
     logits, targets, temperature = (
         floats(logits, (N, V)),
         integers(targets, N),

@@ -22,9 +22,9 @@ COLUMNS = 5
 
 @inlined
 def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
-    """Orthogonalize a matrix in place.
+    """Orthogonalize one M x N matrix, M <= N, in place.
 
-    It is separate from the parallel loop so that threads share no variable.
+    A function separate from the parallel loop: threads share none of its variables.
     """
     rows = (M + ROWS - 1) // ROWS * ROWS
     narrow, wide = (M + WIDTH - 1) // WIDTH * WIDTH, (N + WIDTH - 1) // WIDTH * WIDTH
@@ -64,7 +64,8 @@ def orthogonal_one(x, M, N, x_row, x_column, steps, a, b, c):
 def orthogonal(count, table, steps, a, b, c):
     """Orthogonalize `count` matrices in place.
 
-    `table` has one row of int64s per matrix: columns ADDRESS … STEP_LONG.
+    `table` has one row of five int64s per matrix: address, shorter side, longer side, and the
+    stride along each.
     """
     for task in prange(count):
         row = task * COLUMNS

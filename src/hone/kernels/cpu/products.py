@@ -1,16 +1,16 @@
 """Matrix products: C[M x N] = A[M x K] B[K x N]; B in any layout, A by rows or transposed.
 
-    B ─ pack ─► panels of K x WIDTH, which stay in a core's cache while tiles of ROWS rows of A go by
+    B ─ pack ─► panels of K x WIDTH; a panel stays in a core's cache while tiles of A's rows use it
     tile: ROWS x WIDTH accumulators in registers, one row of the panel and ROWS numbers of A for each k
 
-For gradients of weights, A is transposed and K counts tokens. Each task then packs its part of A
-and B piece by piece along K.
+For gradients of weights, A is transposed and K counts tokens. Each task (one iteration of the
+parallel loop) then packs the rows of A and the columns of B that it needs, piece by piece along K.
 
 ROWS x WIDTH is 8 x 32 with AVX-512, 6 x 16 with AVX2, 8 x 8 with NEON.
 
 torch computes fp32 matrix products with MKL, which uses only AVX2 on AMD processors (half the speed
-of a core with AVX-512), or with oneDNN, which compiles code for every new number of tokens. These
-kernels run new shapes without compiling.
+of a core with AVX-512), or with oneDNN, which compiles code for every new number of tokens. The
+kernels of this module run new shapes without compiling.
 """
 
 import numpy as np
@@ -35,7 +35,7 @@ tile = tile_of(ROWS, isa().vectors)
 
 @inlined
 def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
-    """Compute a partial tile of rows x columns."""
+    """Compute a tile with fewer than ROWS rows or WIDTH columns."""
     part, whole = np.zeros(ROWS * BLOCK_K, np.float32), np.zeros(ROWS * WIDTH, np.float32)
     for i in range(rows):
         for k in range(K):
@@ -52,9 +52,9 @@ def edge_tile(a, a_at, a_row, b, b_at, c, c_at, c_row, K, adds, rows, columns):
 
 @inlined
 def pack_panel(K, N, first, b, b_row, b_column, b_at, packed, at):
-    """Pack WIDTH columns of B, from `first` on, into a zero-padded panel of K rows.
+    """Pack WIDTH columns of B, from column `first` on, into a zero-padded panel of K rows.
 
-    The rows of B begin at `b_at`.
+    B[k, n] is b[b_at + k * b_row + n * b_column].
     """
     columns = min(WIDTH, N - first)
     if b_column == 1 and columns == WIDTH:
@@ -97,9 +97,9 @@ def packed_panels(N, K, b, b_row, b_column):
 
 @inlined
 def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first):
-    """Multiply rows top … end of A by panels first … last of a packed B.
+    """Multiply rows top … end - 1 of A by panels first … last - 1 of a packed B.
 
-    `out` is N wide and begins with row `out_first`.
+    `out` has N columns; its first row is row `out_first` of the result.
     """
     for depth in range(0, K, BLOCK_K):
         part = min(BLOCK_K, K - depth)
@@ -119,9 +119,9 @@ def multiply_rows(top, end, first, last, N, K, a, a_row, packed, out, out_first)
 
 @inlined
 def multiply_packed(rows, K, a, a_row, packed, out, out_row):
-    """Multiply A[rows x K] by a packed B, in whole tiles and whole panels.
+    """Multiply A[rows x K] by a packed B, without partial tiles.
 
-    `out` is rows x out_row.
+    `rows` is a multiple of ROWS, `out_row` of WIDTH. `out` is rows x out_row.
     """
     multiply_rows(0, rows, 0, out_row // WIDTH, out_row, K, a, a_row, packed, out, 0)
 
@@ -143,9 +143,10 @@ def multiply(M, N, K, a, a_row, b, b_row, b_column, out):
 
 @inlined
 def pack_rows(a, at, a_column, rows, held, K, packed):
-    """Pack `rows` adjacent rows of a transposed A into tiles of K x ROWS, ROOM floats apart.
+    """Pack `rows` rows and K columns of a transposed A into tiles of K x ROWS.
 
-    `held`: how many rows A has from `at` on; whole vectors are loaded only within these rows.
+    A[m, k] is a[at + m + k * a_column]. Tiles are ROOM floats apart. A has `held` rows from `at`
+    on; whole vectors are loaded only within these rows.
     """
     for first in range(0, rows, ROWS):
         here, there = at + first, first // ROWS * ROOM
@@ -164,8 +165,8 @@ def pack_rows(a, at, a_column, rows, held, K, packed):
 def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
     """Prefetch the next `lines` cache lines of A and B to be packed; return where to continue.
 
-    One step of K has `of_row` cache lines: `of_A` of A, then those of B. `row` is the step, `line`
-    the next of its cache lines.
+    For each k there are `of_row` cache lines: `of_A` of A, then those of B. Prefetching starts at k
+    = `row`, cache line `line`, and the next (row, line) is returned.
     """
     for _ in range(lines):
         if line < of_A:
@@ -180,9 +181,9 @@ def ask_for(a, at, a_column, b, b_at, b_row, lines, of_A, of_row, row, line):
 
 @inlined
 def shares_of(M, N, threads):
-    """Return the numbers of row blocks and column spans that minimize the work of packing.
+    """Return the numbers of row blocks and column spans of the output with the least packing.
 
-    A block has up to BLOCK_T rows.
+    Each pair of a block and a span is a task. A block has up to BLOCK_T rows.
     """
     best = 1
     for d in range(2, threads + 1):
@@ -195,8 +196,9 @@ def shares_of(M, N, threads):
 def multiply_transposed(M, N, K, a, a_column, b, b_row, threads, out):
     """Compute out = A B, M x N, for a transposed A, with the same bits as `multiply`.
 
-    A[m, k] is a[m + k * a_column], B[k, n] is b[k * b_row + n]. A task packs STRETCH rows of both
-    at a time, and prefetches the next ones while it multiplies.
+    A[m, k] is a[m + k * a_column], B[k, n] is b[k * b_row + n]. A task packs A and B for STRETCH
+    values of k at a time. While it multiplies them, it prefetches A and B for the next STRETCH
+    values.
     """
     blocks, spans = shares_of(M, N, threads)
     panels = (N + WIDTH - 1) // WIDTH

@@ -1,7 +1,7 @@
 """Norms, rotary positions and SwiGLU: all work on a row in one pass.
 
-Gradients of weights are computed as one part per block of rows, so that their sum does not depend
-on the number of threads.
+The gradient of a norm's weight is computed as partial sums, one per block of rows, that are added
+in order. The result therefore does not depend on the number of threads.
 """
 
 import numpy as np
@@ -47,12 +47,15 @@ def bounds(part, T):
 
 
 def parts(T: int) -> int:
-    """Return the number of parts in which the gradient of a weight over T rows is computed."""
+    """Return the number of blocks of T rows, each with a partial sum of a weight's gradient."""
     return -(-T // int(block_of.py_func(T)))
 
 
 def added_up(parts: Tensor) -> Tensor:
-    """Sum the parts in order with numpy, for few parts ten times faster than torch."""
+    """Sum a tensor over its first dimension, in order.
+
+    For few terms, numpy does this ten times faster than torch.
+    """
     return torch.from_numpy(parts.numpy().sum(axis=0))
 
 
@@ -96,7 +99,10 @@ def norm_row(x, at, D, eps, weight, out, out_at):
 
 @inlined
 def norm_rope_head(x, at, E, scale, cos, sin, turn, eps, out, out_at):
-    """Normalize, scale and rotate one head; return its rstd. With scale 0, only rotate."""
+    """Apply RMS norm, scale and rotary position to one head of E numbers; return its rstd.
+
+    If the address `scale` is 0, only rotate the head, and return 1.
+    """
     half, r = E // 2, _f(1) if scale == 0 else _rstd(x, at, E, eps)
     for e in range(0, _whole(half), LANES):
         first, second = load(x, at + e), load(x, at + half + e)
@@ -136,9 +142,9 @@ def swiglu_row(gate_up, at, F, out, out_at):
 
 @inlined
 def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
-    """Compute sums = x + delta and out = sums * rstd * weight for rows top … end.
+    """Compute sums = x + delta and out = sums * rstd * weight for rows top … end - 1.
 
-    With delta 0, x itself is normalized and `sums` is not written.
+    If the address `delta` is 0, x itself is normalized and `sums` is not written.
     """
     for t in range(top, end):
         if delta != 0:
@@ -150,10 +156,11 @@ def add_norm_rows(top, end, D, x, delta, eps, weight, sums, out, rstd):
 def add_norm_rows_backward(
     top, end, D, grad, grad_at, grad_sums, sums, weight, rstd, grad_x, grad_weight, at
 ):
-    """Compute the gradient of x (and delta), and these rows' part of the weight's gradient.
+    """Compute gradients of rows top … end - 1 of x (and delta), and of the weight over them.
 
-    The part is D numbers at `at`. grad_sums: the gradient of `sums`, or 0 if there is none.
-    grad_at: where the gradient of row `top` begins in `grad`.
+    The weight's gradient, summed over these rows, goes to D numbers of grad_weight from `at` on.
+    grad: gradient of the normalized rows, which for row `top` begins at `grad_at`. grad_sums:
+    gradient of `sums`, or 0 if there is none.
     """
     of_weight, whole = np.zeros(D, np.float32), _whole(D)
     for t in range(top, end):
@@ -218,9 +225,10 @@ def norm_rope_rows_backward(
     grad_scales,
     at,
 ):
-    """Compute the gradient of qkv, and these rows' part of both scales' gradients.
+    """Compute gradients of rows top … end - 1 of qkv, and of both scales over these rows.
 
-    qkv: T x (H + 2K) x E. The part is 2 x E numbers at `at`.
+    qkv: T x (H + 2K) x E. The gradients of the scales go to 2 x E numbers of grad_scales from `at`
+    on.
     """
     half = E // 2
     whole, turned, of_scales = _whole(half), np.empty(E, np.float32), np.zeros(2 * E, np.float32)
@@ -308,7 +316,10 @@ def swiglu_row_backward(F, grad, grad_at, gate_up, at, out):
 
 @compiled
 def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
-    """Compute `add_norm_rows` for all rows: x, delta, sums, out T x D; weight D; rstd T."""
+    """Compute sums = x + delta and out = sums * rstd * weight for all rows.
+
+    x, delta, sums, out: T x D; weight: D; rstd: T. If the address `delta` is 0, x is normalized.
+    """
     eps = _f(eps)
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
@@ -317,7 +328,10 @@ def add_norm_forward(T, D, x, delta, eps, weight, sums, out, rstd):
 
 @compiled
 def add_norm_backward(T, D, grad, grad_sums, sums, weight, rstd, grad_x, grad_weight):
-    """Compute the gradients of x (and delta), T x D, and of the weight, parts(T) x D."""
+    """Compute the gradient of x (and delta), T x D, and the partial gradients of the weight.
+
+    The partial gradients are parts(T) x D; the caller adds them.
+    """
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         add_norm_rows_backward(
@@ -337,7 +351,10 @@ def norm_rope_forward(T, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rst
 def norm_rope_backward(
     T, H, K, E, grad_q, grad_k, grad_v, qkv, q_scale, k_scale, cos, sin, rstd, grad_qkv, grad_scales
 ):
-    """Compute the gradients of qkv T x (H + 2K) x E and of both scales, parts(T) x 2 x E."""
+    """Compute the gradient of qkv, T x (H + 2K) x E, and partial gradients of both scales.
+
+    The partial gradients are parts(T) x 2 x E; the caller adds them.
+    """
     for part in prange(blocks_of(T)):
         top, end = bounds(part, T)
         norm_rope_rows_backward(

@@ -113,7 +113,7 @@ def put(typing: Any, memory: Any, at: Any, x: Any) -> Any:
 
 @intrinsic
 def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
-    """Set memory[at] = x, memory the address of int64s."""
+    """Set memory[at] = x, where `memory` is the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, types.intp, *arguments[:2], of=ir.IntType(64))
@@ -125,7 +125,7 @@ def put_integer(typing: Any, memory: Any, at: Any, x: Any) -> Any:
 
 @intrinsic
 def get_integer(typing: Any, memory: Any, at: Any) -> Any:
-    """Return memory[at], memory the address of int64s."""
+    """Return memory[at], where `memory` is the address of int64s."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.load(_address(context, builder, types.intp, *arguments, of=ir.IntType(64)))
@@ -147,7 +147,7 @@ def store(typing: Any, memory: Any, at: Any, x: Any) -> Any:
 
 @intrinsic
 def prefetch(typing: Any, memory: Any, at: Any) -> Any:
-    """Prefetch the cache line of memory[at], memory the address of floats."""
+    """Prefetch the cache line of memory[at], where `memory` holds floats."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.Constant
@@ -308,13 +308,13 @@ def exp(typing: Any, x: Any) -> Any:
 def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
     """Return an intrinsic for matrix products, with rows x (vectors * LANES) sums in registers.
 
-    It unrolls `together` steps of k: the processor predicts the end of short loops, not of long
-    ones. a_column occupies a register if it is not known at compile time.
+    The loop over k is unrolled by `together`: the processor predicts the end of short loops, not of
+    long ones. a_column occupies a register unless it is known at compile time.
 
     tile(a, a_at, a_row, a_column, b, b_at, b_row, c, c_at, c_row, K, adds) sets C = A B, or adds A
-    B to C if `adds`. A[m, k] is at a_at + m * a_row + k * a_column, row k of B at b_at + k * b_row,
-    row m of C at c_at + m * c_row. Each number of C is a sum over k in order, whatever the other
-    rows are.
+    B to C if `adds`. A[m, k] is a[a_at + m * a_row + k * a_column]. Row k of B begins at b[b_at + k
+    * b_row], row m of C at c[c_at + m * c_row]. Each number of C is summed in order of k, so its
+    bits do not depend on the other rows.
     """
 
     @intrinsic
@@ -414,7 +414,7 @@ def tile_of(rows: int, vectors: int, together: int = 8) -> Any:
 
 @intrinsic
 def transpose(typing: Any, x: Any, x_at: Any, x_row: Any, out: Any, at: Any, row: Any) -> Any:
-    """Set out[j, i] = x[i, j] for LANES rows and columns; rows are x_row and `row` apart."""
+    """Set out[at + j * row + i] = x[x_at + i * x_row + j] for LANES rows i and LANES columns j."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         _, _, x_row, _, _, row = arguments
@@ -502,8 +502,8 @@ def dots(typing: Any, x: Any, x_at: Any, rows: Any, at: Any, step: Any, E: Any) 
 def _as_it_is(builder: Any, address: Any) -> Any:
     """Return the address in a form that the compiler cannot analyze.
 
-    Otherwise the compiler steps through A's rows by dependent additions, which with AVX2 take as
-    long as the arithmetic.
+    Otherwise the compiler computes the addresses of a matrix's rows by a chain of additions, which
+    with AVX2 takes as long as the arithmetic of `tile_of`.
     """
     whole = builder.ptrtoint(address, ir.IntType(64))
     hidden = builder.asm(

@@ -1,19 +1,20 @@
-"""Run a whole small model in one call, instead of about 60.
+"""Run all layers of a small model in one compiled call, instead of about 60.
 
-A task computes all layers for a block of tokens in the cache of one core, so that no thread waits
-for another.
+A task (one iteration of the parallel loop) computes all layers for a block of tokens in the cache
+of one core, so that no thread waits for another.
 
     tokens ─ embed ─► x ─┬─ norm ─ qkv ─ heads ─ pages ─ out ─┬─ norm ─ gate_up ─ swiglu ─ down ─┬─ … ─ norm ─ head ─►
                          └────────────────────────────────────┴──────────────────────────────────┘
 
-The tokens of a task are the newest tokens of some sequences, or stretches of some prompts in order:
-a token sees the keys and values that its own block and earlier blocks have written to the cache.
+The tokens of a task are the newest tokens of some sequences, or parts of prompts in order: a token
+sees the keys and values that its own block and earlier blocks have written to the KV cache ("pages"
+in the diagram: attention over this cache).
 
 One call may compute several decode steps. A task then decodes a few of its sequences at a time: it
 samples their next tokens and runs the model on those tokens. When a sequence is done, the task's
 next sequence replaces it. The data of a few sequences stays in a core's cache from step to step;
-the data of all would not. Norms, matrix products, heads and sampling are those of the
-layer-by-layer kernels.
+the data of all sequences would not. Norms, matrix products, rotary positions and sampling use the
+functions of the layer-by-layer kernels.
 """
 
 import numpy as np
@@ -123,11 +124,11 @@ def _block(
     delta,
     query,
 ):
-    """Run `rows` tokens from `top` on through all layers; return how many have logits.
+    """Run `rows` rows of `tokens`, from `top` on, through all layers; return how many get logits.
 
-    The logits are in the first rows of `wide`, each padded from V to whole panels; the first
-    entries of `results` are the RESULT column of the same tokens. The arguments after `results` are
-    scratch memory for a block.
+    A token gets logits if its column RESULT of `tokens` is not negative. These tokens have the
+    first rows of `wide`, each with V logits padded to a multiple of WIDTH, and the first entries of
+    `results`, with their RESULT. x, normed, inner, delta and query are scratch memory.
     """
     N, width, whole = (H + 2 * K) * E, K * E, (rows + ROWS - 1) // ROWS * ROWS
     for m in range(rows):
@@ -249,17 +250,18 @@ def run(
 ):
     """Run all tasks: write keys and values to the cache, and compute logits or decode steps.
 
-    If `steps` is 0, the tokens with a result row get logits in `out` (rows x V). Otherwise each
-    sequence of `active` takes up to `steps` decode steps, `window` sequences of a task at a time,
+    If `steps` is 0, compute logits of `tokens` into `out` (rows x V). Otherwise run up to `steps`
+    decode steps of each sequence of `active`; a task decodes `window` of its sequences at a time,
     and `tokens` is scratch memory.
 
     Args:
-        firsts: task i has the tokens, or sequences, firsts[i] … firsts[i + 1].
-        tokens: rows of COLUMNS int64s.
-        addresses: layers x ADDRESSES; weights are packed (`products.pack`), as is `head`.
-        cos, sin: whole tables, positions x E.
+        firsts: task i has tokens firsts[i] … firsts[i + 1] - 1; if `steps` > 0, these are indices into `active`.
+        tokens: int64 rows: token id, position, where in `table` the page numbers begin, row of the
+            logits in `out` (-1: none).
+        addresses: layers x ADDRESSES; weight matrices are packed (`products.pack`), as is `head`.
+        cos, sin: tables for all positions, positions x E.
 
-    The arguments from `state` on are those of `decode.draw`.
+    The arguments from `active` on are those of `decode.draw`; its `tokens` are `drawn`.
     """
     eps, N, padded = _f(eps), (H + 2 * K) * E, _padded(V)
     for task in prange(tasks):
