@@ -223,9 +223,9 @@ def test_a_step_that_fails_leaves_nothing_behind(model, monkeypatch, where):
         if where == "draw":
             broken.setattr(engine.sampler, "sample_tokens", fail)
         elif engine.packed is not None:
-            broken.setattr(engine.packed, "prefill_stretches", fail)
+            broken.setattr(engine.packed, "prefill_chunks", fail)
         else:
-            broken.setattr(engine.prefill, "run_stretches", fail)
+            broken.setattr(engine.prefill, "run_chunks", fail)
         for one in prompts:
             engine.add(one, print)
         with pytest.raises(torch.OutOfMemoryError):
@@ -255,7 +255,7 @@ def test_a_prompt_that_starts_like_an_earlier_one_is_not_computed_again(model, m
     prefill = Engine._run_prefill
 
     def counting(self, planned):
-        computed.append(sum(stretch.end - stretch.start for _, stretch in planned))
+        computed.append(sum(chunk.end - chunk.start for _, chunk in planned))
         return prefill(self, planned)
 
     start = list(range(4, 37))  # two pages and a token

@@ -68,7 +68,9 @@ def secrets_variable(value: Any) -> dict[str, str]:
 
 
 def restore_secrets(values: dict[str, Any]) -> None:
-    """Put secrets from the environment back into a configuration, and clear the variable."""
+    """Put back into a configuration the secrets that SECRETS_VARIABLE carries, and unset that
+    variable.
+    """
     for path, secret in json.loads(os.environ.pop(SECRETS_VARIABLE, "[]")):
         place: Any = values
         try:

@@ -106,9 +106,10 @@ def _load_tokens(file: Path | None, _stamp: int) -> TokenTable:
 
 
 def _join_turns(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return sequences of ids, sampler logprobs and versions.
+    """Return sequences of token ids, sampler logprobs and policy versions.
 
-    A turn is appended to the sequence of the turn before if its prompt begins with that sequence.
+    If a turn's prompt begins with the whole previous sequence, the turn extends that sequence;
+    otherwise it starts a new one.
     """
     sequences: list[dict[str, Any]] = []
     for turn in turns:

@@ -1,6 +1,6 @@
 """Admission: assign requests a slot and pages for their longest completion, in order of arrival.
 
-    waiting ─ plan: a slot, pages, shared prefix ─► chunked prefill (`Stretch`) ─► decoding (`engine.py`)
+    waiting ─ plan: a slot, pages, shared prefix ─► chunked prefill (`PrefillChunk`) ─► decoding (`engine.py`)
 
 A slot is a sequence's row in the device state (`slots.py`). A request whose prompt is already being
 prefilled for another request becomes a sibling of that request: both share the full pages of the
@@ -11,11 +11,11 @@ from collections import defaultdict, deque
 from itertools import chain
 
 from hone.engine.cache import KVCache
-from hone.engine.prefill import Stretch
+from hone.engine.prefill import PrefillChunk
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots
 
-Planned = list[tuple[Sequence, Stretch]]
+Planned = list[tuple[Sequence, PrefillChunk]]
 
 
 class Admission:
@@ -46,10 +46,10 @@ class Admission:
         def plan_sequence(sequence: Sequence) -> None:
             nonlocal budget
             end = min(len(sequence.prompt_ids), sequence.computed + budget)
-            stretch = Stretch(
+            chunk = PrefillChunk(
                 sequence.prompt_ids, sequence.pages, sequence.computed, end, sequence.adapter
             )
-            planned.append((sequence, stretch))
+            planned.append((sequence, chunk))
             budget -= end - sequence.computed
             if sequence.is_of_one_policy:
                 self.pool.remember_pages(
@@ -96,17 +96,17 @@ class Admission:
     def split_plan(self, planned: Planned) -> list[Planned]:
         """Split a plan into passes, so that no pass reads pages that it computes itself.
 
-        Stretches with adapters and stretches without are in separate passes.
+        Chunks with adapters and chunks without are in separate passes.
         """
         turns: dict[int, int] = {}  # by page
         parts: dict[tuple[int, bool], Planned] = defaultdict(list)
-        for sequence, stretch in planned:
-            first = stretch.start // self.pool.size
-            turn = 1 + max((turns.get(page, 0) for page in stretch.pages[:first]), default=0)
+        for sequence, chunk in planned:
+            first = chunk.start // self.pool.size
+            turn = 1 + max((turns.get(page, 0) for page in chunk.pages[:first]), default=0)
             turns.update(
-                dict.fromkeys(stretch.pages[first : self.pool.pages_needed(stretch.end)], turn)
+                dict.fromkeys(chunk.pages[first : self.pool.pages_needed(chunk.end)], turn)
             )
-            parts[turn, stretch.adapter > 0].append((sequence, stretch))
+            parts[turn, chunk.adapter > 0].append((sequence, chunk))
         return [parts[key] for key in sorted(parts)]
 
     def finish_prefill(self, leaders: list[Sequence]) -> None:

@@ -65,7 +65,7 @@ class Decoder:
             steps: decode steps to run, at most `at_once`.
 
         Returns:
-            The logits B x V if they were computed, else None.
+            The logits (B x V) if they were computed, else None.
         """
         active_B = rows.active_B[:B]
         state = self.slots.state
@@ -102,14 +102,14 @@ class Decoder:
         """Draw a token for each slot of `active_B`, from hidden states or logits.
 
         Args:
-            result_BD: hidden states B x D, or logits B x V with `is_logits`.
+            result_BD: hidden states (B x D), or logits (B x V) with `is_logits`.
             active_B: slot of each row.
             kind: kind of sampling (`TokenSampler`).
             advance: True in a decode step, which has stored the keys of each slot's last token; False after prefill.
             is_logits: True if `result_BD` holds logits.
 
         Returns:
-            The logits B x V if they were computed, else None.
+            The logits (B x V) if they were computed, else None.
         """
         weight_VD = self.model.head_weight_VD
         is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head")

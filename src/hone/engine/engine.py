@@ -321,32 +321,30 @@ class Engine:
         ):
             for part in [planned] if self.packed is None else self.admission.split_plan(planned):
                 self._run_prefill(part)
-            budget -= sum(stretch.end - stretch.start for _, stretch in planned)
+            budget -= sum(chunk.end - chunk.start for _, chunk in planned)
         if self.decoding:
             self._run_decode()
 
     def _run_prefill(self, planned: Planned) -> None:
-        """Compute keys and values of the planned stretches; draw a token after each completed
+        """Compute keys and values of the planned chunks; draw a token after each completed
         prompt.
         """
         leaders = []
         last = []
         end = -1
-        for sequence, stretch in planned:
-            end += stretch.end - stretch.start
-            sequence.computed = stretch.end
-            if stretch.end == len(stretch.ids):
+        for sequence, chunk in planned:
+            end += chunk.end - chunk.start
+            sequence.computed = chunk.end
+            if chunk.end == len(chunk.ids):
                 leaders.append(sequence)
                 last.append(end)
         started = [sequence for leader in leaders for sequence in (leader, *leader.siblings)]
         if started and self.slots.widen_stops(max(len(s.request.stop_ids) for s in started)):
             self._drop_graphs()
-        stretches = [stretch for _, stretch in planned]
-        packed = None if stretches[0].adapter else self.packed
-        if packed is None:
-            result = self.prefill.run_stretches(stretches, last)
-        else:
-            result = packed.prefill_stretches(stretches, last)
+        chunks = [chunk for _, chunk in planned]
+        packed = None if chunks[0].adapter else self.packed
+        run = self.prefill.run_chunks if packed is None else packed.prefill_chunks
+        result = run(chunks, last)
         if started:
             if len(started) > len(leaders):
                 which = [i for i, leader in enumerate(leaders) for _ in (leader, *leader.siblings)]
@@ -361,7 +359,7 @@ class Engine:
         Args:
             leaders: sequences whose own prompts were computed.
             started: the leaders and their siblings, which have the same prompts.
-            result: hidden states B x D of the last prompt tokens; with `is_logits`, their logits B x V.
+            result: hidden states (B x D) of the last prompt tokens; with `is_logits`, their logits (B x V).
             is_logits: True if `result` holds logits.
         """
         active_B = to_device([s.slot for s in started], self.device)

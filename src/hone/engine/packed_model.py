@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.engine.prefill import Stretch
+from hone.engine.prefill import PrefillChunk
 from hone.engine.slots import Slots
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import DecodeRows
@@ -99,7 +99,7 @@ class PackedModel:
         )
 
     def decode_rows(self, rows: DecodeRows) -> Tensor:
-        """Return logits B x V after the newest token of each active row, and update the cache."""
+        """Return logits (B x V) after the newest token of each active row, and update the cache."""
         active = rows.active_B.numpy()
         B = rows.active_B.shape[0]
         state = rows.state.numpy()
@@ -143,16 +143,17 @@ class PackedModel:
                 (time.perf_counter() - start) / max(1, int(counts.sum()) - before)
             )
 
-    def prefill_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
-        """Return logits of the tokens `kept` (indices over all stretches), and update the cache.
+    def prefill_chunks(self, chunks: list[PrefillChunk], kept: list[int]) -> Tensor:
+        """Prefill prompt chunks, update the cache, and return the logits of the tokens `kept`.
 
-        No stretch may read keys or values that another stretch of this call computes.
+        `kept` holds token indices over all chunks, concatenated. No chunk may read keys or values
+        that another chunk of this call computes.
         """
-        lengths = np.array([s.end - s.start for s in stretches])
+        lengths = np.array([s.end - s.start for s in chunks])
         ends = np.cumsum(lengths)
-        table = np.zeros((len(stretches), max(len(s.pages) for s in stretches)), dtype=np.int64)
+        table = np.zeros((len(chunks), max(len(s.pages) for s in chunks)), dtype=np.int64)
         tokens = np.full((ends[-1], load_layer_kernels().COLUMNS), -1, dtype=np.int64)
-        for i, (s, end) in enumerate(zip(stretches, ends, strict=True)):
+        for i, (s, end) in enumerate(zip(chunks, ends, strict=True)):
             table[i, : len(s.pages)] = s.pages
             own = tokens[end - lengths[i] : end]
             own[:, load_layer_kernels().TOKEN], own[:, load_layer_kernels().POSITION] = (
@@ -160,7 +161,7 @@ class PackedModel:
                 np.arange(s.start, s.end),
             )
         tokens[:, load_layer_kernels().PAGES] = np.repeat(
-            np.arange(len(stretches)) * table.shape[1], lengths
+            np.arange(len(chunks)) * table.shape[1], lengths
         )
         tokens[kept, load_layer_kernels().RESULT] = np.arange(len(kept))
         # Those in the same block.

@@ -1,9 +1,9 @@
-"""Prefill: compute stretches of prompts, concatenated, in one pass.
+"""Prefill: compute chunks of prompts, concatenated, in one pass.
 
-    stretches ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
+    chunks ─ tokens, positions, cells ─┬─ one by one ──────────┬─► hidden states of the kept rows
                                           └─ as one CUDA graph ───┘
 
-A stretch is a range of tokens of one prompt (a chunk, in chunked prefill). To launch the kernels of
+A chunk is a range of tokens of one prompt. To launch the kernels of
 a pass one by one, the host needs as long as an H200 needs to compute about 4,000 tokens of a 0.6B
 model. So on a GPU a pass over whole prompts is captured as a graph when its rounded shape occurs
 for the second time. If the graph of a larger pass exists, that graph is used instead until its
@@ -34,7 +34,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Stretch:
+class PrefillChunk:
     """Tokens `start` to `end` (exclusive) of a prompt, computed in one pass.
 
     The tokens before `start` are in the cache.
@@ -62,19 +62,19 @@ class Prefill:
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
 
-    def run_stretches(self, stretches: list[Stretch], kept: list[int]) -> Tensor:
-        """Compute keys and values of the stretches; return hidden states of the tokens `kept`.
+    def run_chunks(self, chunks: list[PrefillChunk], kept: list[int]) -> Tensor:
+        """Compute keys and values of the chunks; return hidden states of the tokens `kept`.
 
-        `kept` holds token indices over all stretches, concatenated.
+        `kept` holds token indices over all chunks, concatenated.
         """
         size = self.cache.pool.size
-        lengths = [s.end - s.start for s in stretches]
-        before = [s.start for s in stretches]
-        positions, cells = _token_places(stretches, before, size)
+        lengths = [s.end - s.start for s in chunks]
+        before = [s.start for s in chunks]
+        positions, cells = _token_places(chunks, before, size)
         tokens = np.array(
-            list(chain.from_iterable(s.ids[s.start : s.end] for s in stretches)), dtype=np.int64
+            list(chain.from_iterable(s.ids[s.start : s.end] for s in chunks)), dtype=np.int64
         )
-        numbers = [s.adapter for s in stretches]
+        numbers = [s.adapter for s in chunks]
         is_plain = not any(before) and not any(numbers)
         if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
             shape = self._choose_graph(self.captured, Shape.from_lengths(lengths))
@@ -86,7 +86,7 @@ class Prefill:
             to_device(x, self.device) for x in (tokens, positions, cells, kept or [0])
         )
         attention = PrefillAttention(
-            self.cache, positions_T, cells_T, self._build_attention(stretches, lengths, before)
+            self.cache, positions_T, cells_T, self._build_attention(chunks, lengths, before)
         )
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
@@ -134,13 +134,13 @@ class Prefill:
         return shape
 
     def _build_attention(
-        self, stretches: list[Stretch], lengths: list[int], before: list[int]
+        self, chunks: list[PrefillChunk], lengths: list[int], before: list[int]
     ) -> Mix:
-        """Build the attention of the stretches over themselves and their cached prefixes."""
+        """Build the attention of the chunks over themselves and their cached prefixes."""
         if not any(before):
             fresh = PackedAttention(lengths, self.device)
             return lambda q, k, v, keys, values: fresh.attend(q, k, v)
-        _, cells = _token_places(stretches, [0] * len(stretches), self.cache.pool.size)
+        _, cells = _token_places(chunks, [0] * len(chunks), self.cache.pool.size)
         seen = to_device(cells, self.device)
         continued = ContinuedAttention(lengths, before, self.device)
         return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
@@ -204,16 +204,16 @@ class _Inputs:
 
 
 def _token_places(
-    stretches: list[Stretch], starts: list[int], size: int
+    chunks: list[PrefillChunk], starts: list[int], size: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the position and the cache cell of each token of the stretches, end to end.
+    """Return the position and the cache cell of each token of the chunks, end to end.
 
     Args:
-        starts: first token to include, for each stretch.
+        starts: first token to include, for each chunk.
         size: tokens per page.
     """
-    lengths = np.array([s.end - start for s, start in zip(stretches, starts, strict=True)])
-    pages = [s.pages[: -(-s.end // size)] for s in stretches]
+    lengths = np.array([s.end - start for s, start in zip(chunks, starts, strict=True)])
+    pages = [s.pages[: -(-s.end // size)] for s in chunks]
     before_T = np.repeat(np.cumsum(lengths) - lengths - starts, lengths)
     positions = np.arange(lengths.sum()) - before_T
     counts = np.array([len(p) for p in pages])
@@ -226,10 +226,10 @@ def _token_places(
 
 
 class PrefillAttention:
-    """Attention of concatenated prompt stretches; it also writes keys and values to the cache.
+    """Attention of concatenated prompt chunks; it also writes keys and values to the cache.
 
     `mix(q, k, v, keys, values)` computes the outputs. `q`, `k` and `v` belong to the tokens of the
-    stretches; `keys` and `values` are all cache cells of a layer, cells x K x E.
+    chunks; `keys` and `values` are all cache cells of a layer, cells x K x E.
     """
 
     def __init__(self, cache: KVCache, positions_T: Tensor, cells_T: Tensor, mix: Mix) -> None:

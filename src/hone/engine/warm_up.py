@@ -8,7 +8,7 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.graphs import MIN_PART_TOKENS, PARTS, Key, pad_rows
-from hone.engine.prefill import Shape, Stretch
+from hone.engine.prefill import PrefillChunk, Shape
 from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu
 
@@ -48,8 +48,8 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     length = min(WARM_UP_PROMPT_TOKENS, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:
-        hidden = engine.prefill.run_stretches(
-            [Stretch([0] * length, pages, 0, length)] * count, [length - 1]
+        hidden = engine.prefill.run_chunks(
+            [PrefillChunk([0] * length, pages, 0, length)] * count, [length - 1]
         )
         engine.decoder.draw_tokens(hidden, slots.active[-1:], TokenSampler.PLAIN, advance=False)
     for way in ways:

@@ -21,7 +21,7 @@ COLUMNS = 4
 
 
 class FingerprintTable(ABC):
-    """Addresses of the words of tensors, computed once and read for every fingerprint."""
+    """Memory addresses of tensors' elements, computed once and read for every fingerprint."""
 
     def forget(self) -> None:  # noqa: B027 - nothing to do where `add` does nothing
         """Discard partial sums."""

@@ -38,7 +38,7 @@ def takes_heads(head_size: int) -> bool:
 
 
 def flat_attention(q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, sequences: Sequences) -> Tensor:
-    """Return attention outputs T x H x E, for tensors that `takes` accepts."""
+    """Return attention outputs (T x H x E), for tensors that `takes` accepts."""
     if torch.is_grad_enabled() and (
         q_THE.requires_grad or k_TKE.requires_grad or v_TKE.requires_grad
     ):

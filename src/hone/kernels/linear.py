@@ -43,7 +43,7 @@ def is_multiplied_here(x_TI: Tensor, weight_OI: Tensor) -> bool:
 
 
 def linear_parts(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return the projection, T x O, or parts S x T x O of it that the caller must sum.
+    """Return the projection, T x O, or parts (S x T x O) of it that the caller must sum.
 
     Parts let a product of few tokens occupy the whole GPU.
     """
@@ -86,7 +86,7 @@ def few_linear_onto(
 
 
 def exact_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """Return logits T x V in at least fp32, without gradient.
+    """Return logits (T x V) in at least fp32, without gradient.
 
     On a GPU, half-precision inputs give the fp32 sums of the matrix product, unrounded.
     """

@@ -21,7 +21,7 @@ def norm_rope(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q T x H x E, k and v T x K x E of a fused projection with N = H + 2K heads.
+    """Return q (T x H x E), k and v (T x K x E) of a fused projection with N = H + 2K heads.
 
     With scales, q and k are normalized over E and scaled. They are then rotated to their positions;
     v is unchanged. The caller passes `sin_T1E` with its first half negated.

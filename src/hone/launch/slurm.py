@@ -238,7 +238,9 @@ def _submit_chain(script: Path, given: list[str], count: int, directory: Path) -
 
 
 def nodes_of(args: argparse.Namespace) -> list[int]:
-    """Return the number of training nodes, and of inference nodes if those are separate."""
+    """Return [training nodes], or [training nodes, inference nodes] if inference has nodes of its
+    own.
+    """
     if args.command == "sft":
         return [args.nodes]
     if args.train_nodes is None and args.infer_nodes is None:

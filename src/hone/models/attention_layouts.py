@@ -297,7 +297,7 @@ class _Bucket:
 
 
 def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
-    """Gather rows T x H x E by an index B x S; return B x H x S x E.
+    """Gather rows (T x H x E) by an index (B x S); return (B x H x S x E).
 
     Gradients of rows that are gathered several times are added in a fixed order.
     """

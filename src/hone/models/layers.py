@@ -19,7 +19,7 @@ from hone.models.spec import ModelSpec
 
 
 class Attention(Protocol):
-    """Callable that computes attention: qkv T x (H + 2K) x E -> outputs T x (H * E).
+    """Callable that computes attention: qkv (T x (H + 2K) x E) -> outputs (T x (H * E)).
 
     The callable determines which tokens each query attends to. It splits qkv into q, k and v by
     calling `heads`, or does this split inside its attention kernel.
@@ -123,7 +123,7 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """Mixture of experts (Qwen3-MoE): each token uses k of E small MLPs, by router softmax.
 
-    Plain torch. Weights of all experts are stacked: gate_up E2F x D, down ED x F.
+    Plain torch. Weights of all experts are stacked: gate_up (E2F x D), down (ED x F).
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:

@@ -152,7 +152,7 @@ class Transformer(nn.Module):
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits T x V in the dtype of the weights."""
+        """Return logits (T x V) in the dtype of the weights."""
         return linear(hidden_TD, self.head_weight_VD)
 
     @property

@@ -4,7 +4,7 @@
     O ─► W - lr 0.2 sqrt(max(M, N)) O
 
 The size of an update does not depend on the size of the gradient. The factor 0.2 sqrt(max(M, N))
-makes the updates of an M x N matrix as large as AdamW's, so that both optimizers use one learning
+makes the updates of an (M x N) matrix as large as AdamW's, so that both optimizers use one learning
 rate (Moonlight, Liu et al. 2025).
 """
 

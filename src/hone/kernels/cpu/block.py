@@ -114,9 +114,9 @@ def mix_forward(
 ):
     """Compute the attention half of a transformer block, before the output projection.
 
-    Outputs: total T x D (x + delta; not written if the address `delta` is 0), normed T x D, rstd T,
-    qkv T x (H + 2K) x E, heads T x (H + K) x E (queries and keys after norm and rotary positions),
-    heads_rstd T x (H + K), mixed T x H x E (attention outputs), logsum T x H.
+    Outputs: total (T x D) (x + delta; not written if the address `delta` is 0), normed (T x D), rstd T,
+    qkv (T x (H + 2K) x E), heads (T x (H + K) x E) (queries and keys after norm and rotary positions),
+    heads_rstd (T x (H + K)), mixed (T x H x E) (attention outputs), logsum (T x H).
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
     panels = packed_panels(N, D, weight, one, D)
@@ -240,7 +240,7 @@ def mix_backward(
 ):
     """Compute the gradients of the attention half from those of `total` and `mixed`.
 
-    Outputs, all gradients: of_x T x D, of_weight, and of_norm and of_scales as partial sums, one
+    Outputs, all gradients: of_x (T x D), of_weight, and of_norm and of_scales as partial sums, one
     per block of rows, that the caller adds. of_q to of_qkv are scratch memory.
     """
     N, Q, one = (H + 2 * K) * E, (H + K) * E, np.int64(1)
@@ -316,7 +316,7 @@ def feed_forward(
 ):
     """Compute the second half of a block: output projection, norm and feed-forward.
 
-    A = H E. mixed T x A; total, normed, delta T x D; hidden T x 2F; active T x F.
+    A = H E. mixed (T x A); total, normed, delta (T x D); hidden T x 2F; active (T x F).
     """
     one = np.int64(1)
     weights = (
@@ -411,7 +411,7 @@ def feed_backward(
 ):
     """Compute the gradients of `feed_forward` from those of `total` and `delta`.
 
-    Outputs, all gradients: of_x T x D, of_mixed T x A, those of the weight matrices, and of_norm as
+    Outputs, all gradients: of_x (T x D), of_mixed (T x A), those of the weight matrices, and of_norm as
     partial sums, one per block of rows, that the caller adds.
     """
     one = np.int64(1)

@@ -192,7 +192,7 @@ def add_norm_rows_backward(
 def norm_rope_rows(top, end, H, K, E, qkv, q_scale, k_scale, cos, sin, eps, out, rstd):
     """Normalize, scale and rotate the query and key heads of rows top … end.
 
-    These are the first H + K heads of qkv T x (H + 2K) x E; out is T x (H + K) x E.
+    These are the first H + K heads of qkv (T x (H + 2K) x E); out is T x (H + K) x E.
     """
     for t in range(top, end):
         for n in range(H + K):
@@ -380,7 +380,7 @@ def norm_rope_backward(
 
 @compiled
 def swiglu_forward(T, F, gate_up, out):
-    """Compute out T x F = silu(gate) * up, with gate and up the halves of gate_up T x 2F."""
+    """Compute out (T x F) = silu(gate) * up, with gate and up the halves of gate_up T x 2F."""
     for t in prange(T):
         swiglu_row(gate_up, 2 * t * F, F, out, t * F)
 

@@ -354,7 +354,7 @@ def queries_backward_kernel(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return attention outputs T x H x E, and log-sum-exps (base 2) H x T.
+    """Return attention outputs (T x H x E), and log-sum-exps (base 2) H x T.
 
     q: T x H x E; k, v: T x K x E; tokens may be strided.
     """

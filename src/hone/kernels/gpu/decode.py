@@ -56,7 +56,7 @@ def _mix(
 ):
     """Add positions first … L to the running softmax attention of C queries; return its state.
 
-    The state is top C (highest score), weight C (sum of exponentials) and acc E x C (not yet
+    The state is top C (highest score), weight C (sum of exponentials) and acc (E x C) (not yet
     divided by weight). Queries are columns (q is E x C), since a k/v head has few queries per
     sequence and a tensor-core product needs at least 16 rows but only 8 columns.
     """

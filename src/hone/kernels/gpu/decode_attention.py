@@ -323,7 +323,7 @@ def alone_kernel(
 def _together(tops_PC, weights_PC, sums_PEC, top_C, weight_C, acc_EC):
     """Merge P partial softmax results with one more: top_C, weight_C, acc_EC.
 
-    tops and weights are P x C, sums P x E x C.
+    tops and weights are P x C, sums (P x E x C).
     """
     of_tops: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, sums_PEC.type.layout))
     best_C = gl.maximum(gl.convert_layout(gl.max(tops_PC, axis=0), of_tops, True), top_C)

@@ -84,7 +84,7 @@ def held_kernel(
         SQUARES   x is from a `Scaled`: divide by its root mean square, of P sums of squares per row
         HAS_BIAS  add the bias
         SWIGLU    w has twice as many rows, gates above ups: silu(gate) * up
-        ONTO      add residual M x N, and write the unfinished norm (`Scaled`) of the sum
+        ONTO      add residual (M x N), and write the unfinished norm (`Scaled`) of the sum
 
     On the tensor cores, w is the left operand, with at least 16 rows, and x^T the right operand,
     with at least 8 columns.

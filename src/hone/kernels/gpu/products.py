@@ -90,7 +90,7 @@ def product_kernel(
 
 
 def parts(x: Tensor, weight: Tensor, bias: Tensor | None, splits: int, width: int) -> Tensor:
-    """Return parts S x T x O that sum to x W^T + b, one per stretch of the inner dimension.
+    """Return parts (S x T x O) that sum to x W^T + b, one per stretch of the inner dimension.
 
     Tiles have `width` columns.
     """

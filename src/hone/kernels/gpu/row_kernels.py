@@ -26,7 +26,7 @@ def newest_embeddings_kernel(embed, active, state, out, D, BLOCK: tl.constexpr, 
 
 
 def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
-    """Return embeddings B x D of the newest token of each active sequence."""
+    """Return embeddings (B x D) of the newest token of each active sequence."""
     B, D = len(active), embed.shape[1]
     out = embed.new_empty(B, D)
     newest_embeddings_kernel[(B,)](embed, active, state, out, D, BLOCK=power_of_2(D), **options(4))

@@ -78,7 +78,7 @@ def stretch_kernel(
     STRETCHES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute the maximum and the sum of exponentials of stretch s of row b of logits B x V.
+    """Compute the maximum and the sum of exponentials of stretch s of row b of logits (B x V).
 
     stats: B x 4 x STRETCHES: maxima and sums of `logits` and, only with FILTERED, of `plain`. With
     FILTERED, logits below threshold[b] are left out.

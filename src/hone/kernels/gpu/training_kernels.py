@@ -17,7 +17,7 @@ PROGRAMS = 4  # a multiprocessor, of kernels whose programs go over many rows
 # The number of tokens differs from step to step, and Triton would compile once more for the first that 16 divides.
 @triton.jit(do_not_specialize=["P"])
 def sum_parts_kernel(parts, out, P, D, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum parts P x D over P in a fixed order."""
+    """Sum parts (P x D) over P in a fixed order."""
     d = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)[None, :]
     p = tl.arange(0, ROWS)[:, None]
     total = tl.zeros([ROWS, BLOCK], dtype=tl.float32)
@@ -170,7 +170,7 @@ def rotate_heads(
     eps: float,
     H: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return q T x H x E and k T x K x E, normalized and rotated, of qkv T x (H + 2K) x E.
+    """Return q (T x H x E) and k (T x K x E), normalized and rotated, of qkv (T x (H + 2K) x E).
 
     Without scales, q and k are only rotated.
     """
@@ -369,7 +369,7 @@ def swiglu_backward(gate_up: Tensor, grad: Tensor, with_act: bool) -> tuple[Tens
 def statistics_kernel(
     logits, targets, temperature, logsums, logprobs, entropies, V, BLOCK: tl.constexpr
 ):
-    """Compute log-sum-exp, target logprob and entropy of row n of logits N x V, at its temperature."""
+    """Compute log-sum-exp, target logprob and entropy of row n of logits (N x V), at its temperature."""
     n = tl.program_id(0).to(tl.int64)
     scale = 1.0 / tl.load(temperature + n)
     v = tl.arange(0, BLOCK)
@@ -395,7 +395,7 @@ def statistics_kernel(
 def statistics(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-sum-exp, target logprob and entropy, fp32, of each row of logits N x V.
+    """Return log-sum-exp, target logprob and entropy, fp32, of each row of logits (N x V).
 
     Logits are divided by the row's temperature.
     """
@@ -438,7 +438,7 @@ def slope_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute the gradient of row n of logits N x V.
+    """Compute the gradient of row n of logits (N x V).
 
     grads and entropy_grads are the gradients of the targets' logprobs and of the entropies.
     """
@@ -464,7 +464,7 @@ def slope(
     entropy_grads: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of logits N x V in `dtype`, from those of the logprobs and entropies."""
+    """Return the gradient of logits (N x V) in `dtype`, from those of the logprobs and entropies."""
     N, V = logits.shape
     out = logits.new_empty(N, V, dtype=dtype)
     slope_kernel[(N, -(-V // 2048))](
