@@ -15,11 +15,12 @@ from hone.config.sections import OptimConfig
 from hone.config.sft_config import SFTConfig
 from hone.engine.cache import KVCache
 from hone.kernels.pinned_memory import PORTION, ROOMS
-from hone.launch.card_fit import CARD_GIB, estimate_need, find_cure, fit_lines
+from hone.launch.card_fit import CARD_GIB, find_cure, fit_lines, need_on
 from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
 from hone.trainer.memory_estimate import estimate_rl, micro_batch_tokens
+from hone.trainer.memory_plan import choose_memory
 from hone.trainer.rl.trainer import PolicyTrainer
 from tests.unit.test_families import CONFIGS
 
@@ -124,38 +125,73 @@ SHAPES = {  # hidden size, layers, intermediate size
 }
 
 
+def spec_of(shape):
+    hidden, layers, intermediate = SHAPES[shape]
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "intermediate_size": intermediate}
+    return replace(parse_model_config(QWEN3_4B), **sizes)
+
+
+def words_of(command, *more):
+    """Return the type of a command's configuration and the words of its command line."""
+    words = ["--model.name", "m", *more]
+    if command == "rl":
+        return RLConfig, [*words, "--orchestrator.env.id", "e", "--seq-len", "768"]
+    words = [word.replace("trainer.", "") for word in words]
+    return SFTConfig, [*words, "--data.fake", "--data.seq-len", "2048"]
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("lora", [(), ("--trainer.lora.rank", "16")])
 @pytest.mark.parametrize("command", ["rl", "sft"])
 def test_the_keys_that_are_proposed_make_it_fit(shape, lora, command):
-    hidden, layers, intermediate = SHAPES[shape]
-    spec = replace(
-        parse_model_config(QWEN3_4B),
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=intermediate,
-    )
-    words = ["--model.name", "m", *lora]
-    if command == "rl":
-        config_class, words = RLConfig, [*words, "--orchestrator.env.id", "e", "--seq-len", "768"]
-    else:
-        config_class = SFTConfig
-        words = [word.replace("trainer.", "") for word in words]
-        words += ["--data.fake", "--data.seq-len", "2048"]
+    spec = spec_of(shape)
+    config_class, words = words_of(command, *lora)
+    for more in ([], ["--trainer.no-activation-checkpointing"]):
+        given = [
+            *words,
+            *(word.replace("trainer.", "" if command == "sft" else "trainer.") for word in more),
+        ]
+        config = load_config(config_class, given)
+        needs = {size: need_on(config, spec, 2, size) for size in CARD_GIB}
+        fitting = [size for size, need in needs.items() if need.fits(CARD_GIB[size])]
+        assert fitting == list(CARD_GIB)[len(CARD_GIB) - len(fitting) :]  # all larger ones too
+        if command == "rl":
+            assert all(needs[size].sequences_at_once(CARD_GIB[size]) for size in fitting)
+        for size in set(CARD_GIB) - set(fitting):
+            found = find_cure(config, spec, 2, size)
+            if found is not None:
+                keys, less = found
+                asked = load_config(config_class, [*given, *" ".join(keys).split()])
+                assert need_on(asked, spec, 2, size) == less and less.fits(CARD_GIB[size])
+        assert fitting or find_cure(config, spec, 2, 141) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_auto_chooses_the_fastest_step_that_fits(shape, command):
+    spec = spec_of(shape)
+    config_class, words = words_of(command, "--trainer.lora.rank", "16")
     config = load_config(config_class, words)
-    need = estimate_need(config, spec, 2)
-    fitting = [size for size, gib in CARD_GIB.items() if need.fits(gib)]
-    assert fitting == list(CARD_GIB)[len(CARD_GIB) - len(fitting) :]  # all larger ones too
-    if need.sequence:
-        at_once = [need.sequences_at_once(CARD_GIB[size]) for size in fitting]
-        assert at_once == sorted(at_once) and all(at_once)
-    for size in set(CARD_GIB) - set(fitting):
-        found = find_cure(config, spec, 2, size)
-        if found is not None:
-            keys, less = found
-            asked = load_config(config_class, [*words, *" ".join(keys).split()])
-            assert estimate_need(asked, spec, 2) == less and less.fits(CARD_GIB[size])
-    assert fitting or find_cure(config, spec, 2, 141) is not None
+
+    def choice(card_bytes, config=config):
+        chosen = choose_memory(config, spec, 2, card_bytes)
+        section = chosen.trainer if command == "rl" else chosen
+        size = section.micro_batch_tokens if command == "rl" else chosen.data.micro_batch_size
+        return section.activation_checkpointing, size
+
+    choices = [choice(int(gib * 2**30)) for gib in CARD_GIB.values()]
+    kept = [not recomputes for recomputes, _ in choices]
+    assert kept == sorted(kept)  # a larger card never recomputes where a smaller one does not
+    for recomputes in (False, True):
+        sizes = [size for one, size in choices if one == recomputes]
+        assert sizes == sorted(sizes)
+    assert choice(None)[0] is False  # on a CPU
+    fixed = load_config(config_class, [*words, *(
+        ["--trainer.micro-batch-tokens", "1000", "--trainer.no-activation-checkpointing"]
+        if command == "rl"
+        else ["--data.micro-batch-size", "2", "--no-activation-checkpointing"]
+    )])  # fmt: skip
+    assert choice(2**30, fixed) == (False, 1000 if command == "rl" else 2)
 
 
 def test_a_server_fits_by_its_weights():

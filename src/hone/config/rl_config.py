@@ -41,10 +41,12 @@ class TrainerConfig(Config):
     `algorithm` sets it too."""
     micro_batch_tokens: Free[Positive | None] = None
     """Most tokens in one forward and backward pass; fewer need less memory and give the same step. By default 16,384,
-    and on a GPU up to 32,768 where their activations take a fifth of its memory at most."""
-    activation_checkpointing: Free[bool] = False
+    and on a GPU up to 32,768 where their activations take a fifth of its memory at most, or down to 2,048 where a step
+    would not fit otherwise."""
+    activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a quarter more time."""
+    about a quarter more time. auto does so where a step would not fit the GPU otherwise; with several trainer
+    processes it keeps all."""
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
     lora.rank."""

@@ -42,7 +42,7 @@ from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
 from hone.records import Batch
-from hone.trainer.performance import keep_freed_memory
+from hone.trainer.performance import fit_to_device, keep_freed_memory
 from hone.trainer.rl.run_loop import run_rl_steps
 from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.run_session import RunSession, describe_training
@@ -90,8 +90,9 @@ def main(
     with ProgressLine("rl") as progress_line:
         progress_line.on_activity("loading the model")
         loaded = load_configured(config.model, seed=config.seed)
+        settings = fit_to_device(config, loaded.model, component_log("trainer")).trainer
         trainer = PolicyTrainer(
-            loaded.model, config.trainer, config.max_steps, session.run.bad_steps, seed=config.seed
+            loaded.model, settings, config.max_steps, session.run.bad_steps, seed=config.seed
         )
         policy = SharedPolicy(config, loaded, trainer)
         session.begin(loaded, trainer.optimizer)

@@ -120,7 +120,7 @@ def _estimate_training(
             config.optim,
             tokens,
             itemsize,
-            recomputes=config.activation_checkpointing,
+            recomputes=config.activation_checkpointing is True,
             is_split=rows < config.data.batch_size,
         )
     if isinstance(config, RLConfig):

@@ -114,7 +114,7 @@ def estimate_rl(
         config.optim,
         min(step_tokens, micro_batch_tokens),
         itemsize,
-        recomputes=config.activation_checkpointing,
+        recomputes=config.activation_checkpointing is True,
         is_split=is_split,
         has_reference=not (config.lora and config.lora.keeps_reference)
         and any("reference" in loss.required_inputs for loss in losses),

@@ -1,6 +1,7 @@
 """Performance of training: memory reuse between steps, model FLOP utilization, peak memory."""
 
 import ctypes
+import logging
 import resource
 import sys
 import time
@@ -8,6 +9,9 @@ import time
 import numpy as np
 import torch
 from torch import nn
+
+from hone.models.transformer import Transformer
+from hone.trainer.memory_plan import AnyConfig, choose_memory, describe_choice
 
 PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
     "B200": 2250e12,
@@ -67,6 +71,20 @@ def model_flops_utilization(flops_per_second: float, device: torch.device) -> fl
 def device_bytes(device: torch.device) -> int | None:
     """Return the memory of a GPU, None for other devices."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+
+
+def fit_to_device(config: AnyConfig, model: Transformer, log: logging.Logger) -> AnyConfig:
+    """Return a configuration with the micro-batches that fit the model's GPU, and log them.
+
+    On other devices "auto" keeps all activations (`memory_plan.choose_memory`).
+    """
+    weight = model.embed.weight
+    card_bytes = device_bytes(weight.device)
+    sizes = (model.spec, weight.dtype.itemsize, card_bytes)
+    chosen = choose_memory(config, *sizes)
+    if card_bytes is not None:
+        log.info("%s", describe_choice(chosen, model.spec, weight.dtype.itemsize, card_bytes))
+    return chosen
 
 
 def peak_memory_gib(device: torch.device) -> float:

@@ -32,7 +32,7 @@ from hone.monitors.logging_setup import component_log
 from hone.monitors.step_lines import TrainerLines
 from hone.records import Batch, Sample
 from hone.run_directory import appearing_directory
-from hone.trainer.performance import WARM_UP, Laps, keep_freed_memory, print_bench
+from hone.trainer.performance import WARM_UP, Laps, fit_to_device, keep_freed_memory, print_bench
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.run_loop import run_rl_steps
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -52,14 +52,15 @@ def main(config: TrainerRunConfig) -> None:
     run = session.run
     session.check_claim()
     loaded = load_configured(config.model, seed=config.seed)
+    log = component_log("trainer")
+    settings = config if ranks.count > 1 else fit_to_device(config, loaded.model, log)
     trainer = PolicyTrainer(
-        loaded.model, config, config.max_steps, run.bad_steps, ranks, config.seed
+        loaded.model, settings, config.max_steps, run.bad_steps, ranks, config.seed
     )
     with together():
         trainer.compile_kernels()
         fingerprints.rehearse(torch.empty(0, dtype=loaded.dtype, device=trainer.device))
     session.begin(loaded, trainer.optimizer)
-    log = component_log("trainer")
     log.info("%s", describe_training(session, f"with an orchestrator over {run.path}"))
     publisher = Publisher(session, log)
     source = FileSource(session, trainer.device, log)

@@ -96,8 +96,8 @@ class PolicyTrainer:
         for part in filter(None, (model, self.reference)):
             shard_model(part, ranks, config.sharding)
         self.optimizer = Optimizer(model, config.optim, ranks)
-        model.recomputes = config.activation_checkpointing
-        sizes = (model.spec, model.embed.weight.dtype.itemsize, config.activation_checkpointing)
+        model.recomputes = config.activation_checkpointing is True
+        sizes = (model.spec, model.embed.weight.dtype.itemsize, model.recomputes)
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(
             *sizes, device_bytes(self.device)
         )

@@ -37,6 +37,7 @@ from hone.trainer.packing import Packed, pack_sequences
 from hone.trainer.performance import (
     WARM_UP,
     Laps,
+    fit_to_device,
     keep_freed_memory,
     model_flops_utilization,
     peak_memory_gib,
@@ -101,6 +102,7 @@ def train_steps(
     run = session.run
     log = trainer.log
     data = trainer.load_data(rows)
+    trainer.plan_micro_batches()
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
     val = trainer.load_val_data(val_rows)
     val_config = data_config.model_copy(update={"weights": None, "shuffle": False})
@@ -175,6 +177,7 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     loaded, optimizer = prepare_model(config, ranks)
     trainer = Trainer(config, loaded, optimizer, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
+    trainer.plan_micro_batches()
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
     batches = iterate_steps(data, data_config, config.seed)
     measured = []
@@ -208,7 +211,18 @@ class Trainer:
         self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer = optimizer
         self.row_tokens = config.data.seq_len or UNKNOWN_ROW_TOKENS
-        self.model.recomputes = config.activation_checkpointing
+        self.micro_batch_rows = config.data.micro_batch_size
+        self.model.recomputes = config.activation_checkpointing is True
+
+    def plan_micro_batches(self) -> None:
+        """Choose micro-batches that fit the GPU, once the length of rows is known."""
+        if self.ranks.count > 1:
+            return
+        data = self.config.data.model_copy(update={"seq_len": self.row_tokens})
+        config = self.config.model_copy(update={"data": data})
+        chosen = fit_to_device(config, self.model, self.log)
+        self.micro_batch_rows = chosen.data.micro_batch_size
+        self.model.recomputes = chosen.activation_checkpointing is True
 
     def is_out_of_time(self, start: float) -> bool:
         """Return True if max_seconds have passed on any rank."""
@@ -347,7 +361,7 @@ class Trainer:
 
     def _split_micro_batches(self, mine: list[Row]) -> list[list[Row]]:
         """Split this rank's rows into micro-batches, equally many on all ranks if sharded."""
-        size = self.config.data.micro_batch_size or max(1, len(mine))
+        size = self.micro_batch_rows or max(1, len(mine))
         parts = [mine[i : i + size] for i in range(0, len(mine), size)]
         if self.optimizer.is_sharded:
             parts += [[]] * (self.ranks.all_reduce_max(len(parts), self.device) - len(parts))
