@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,3 +248,27 @@ def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):
         "trainer: error: out of memory: CUDA out of memory. Tried to allocate 9.00 GiB\n  about: "
     )
     assert "activation_checkpointing" in said and "Traceback" not in said
+
+
+PUBLISHED = {  # config.json of the models in examples/gsm8k
+    "qwen3_0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
+    "qwen3_1.7b_lora": {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
+    "qwen3_4b_lora": {},
+    "qwen2.5_math_1.5b_rank1": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+    },
+}
+
+
+def test_the_recipes_of_published_models_load_and_fit_a_card():
+    folder = Path(__file__).parents[2] / "examples" / "gsm8k"
+    assert {file.stem for file in folder.glob("*.toml")} == PUBLISHED.keys()
+    for name, shape in PUBLISHED.items():
+        config = load_config(RLConfig, ["@", str(folder / f"{name}.toml")])
+        spec = parse_model_config(QWEN3_4B | shape)
+        assert need_on(config, spec, 2, 141).fits(CARD_GIB[141])
