@@ -11,8 +11,10 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
+from hone.models.eight_bit import EightBitLinear, quantize_blocks
 from hone.models.families import parse_model_config
-from hone.models.hf import write_model
+from hone.models.hf import find_weight, load_model, write_model
+from hone.models.layers import Linear
 from hone.models.lora import (
     Merged,
     adapter_tensors,
@@ -23,6 +25,7 @@ from hone.models.lora import (
 )
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.memory_estimate import estimate_rl
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
@@ -226,3 +229,84 @@ def test_what_cannot_be_configured():
         TrainerConfig.model_validate({"lora": {"rank": 4}, "optim": {"type": "muon"}})
     with pytest.raises(ValidationError, match="targets"):
         LoRAConfig(targets=["proj"])
+
+
+@pytest.mark.parametrize("inputs", [1, 7, 64, 96, 128, 576, 640])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_weight_in_eight_bits_is_near_the_one_that_was_given(inputs, dtype):
+    generator = torch.Generator().manual_seed(inputs)
+    linear = Linear(inputs, 33, bias=True)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(33, inputs, generator=generator))
+        linear.weight[5] = 0.0
+        linear.bias.copy_(torch.randn(33, generator=generator))
+    linear.requires_grad_(False).to(dtype)
+    short = EightBitLinear(linear)
+    assert short.codes.dtype == torch.int8 and short.codes.numel() == 33 * inputs
+    error = (short.weight.float() - linear.weight.float()).abs()
+    # Half a step of 1/127 of the largest, and the rounding of the scale and of the result
+    largest = linear.weight.float().abs().amax(1, keepdim=True)
+    assert (error <= largest * (0.5 / 127 + 2**-8)).all() and not short.weight[5].any()
+    x = torch.randn(4, inputs, generator=generator).to(dtype)
+    expected = torch.nn.functional.linear(x, short.weight, linear.bias)
+    torch.testing.assert_close(
+        short(x), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3
+    )
+    assert short.weight.dtype == dtype and short.weight.shape == (33, inputs)
+
+
+@pytest.mark.parametrize("lora", [{"merge": False}, {"base_bits": 8}, {"base_bits": 8, "rank": 4}])
+def test_a_sampler_without_a_merged_copy_has_the_trainers_weights(lora, tmp_path):
+    model = made()
+    trained(model, **lora)
+    sampled = Merged(model)
+    assert sampled.model is model  # no second copy
+    engine = Engine(sampled.model, max_batch_size=2, max_model_len=32)
+    done = engine.generate([GenerateRequest(IDS, Sampling(1.0, 8, seed=3), frozenset())])[0]
+    whole = IDS + done.ids
+    expected = logits(model, whole[:-1]).log_softmax(-1)[len(IDS) - 1 :]
+    found = expected.gather(1, torch.tensor(done.ids)[:, None])[:, 0].tolist()
+    assert done.logprobs == pytest.approx(found, abs=1e-5)
+    # What is written is that model, with the adapter merged
+    export = Export(model, Ranks(), torch.float32)
+    torch.testing.assert_close(logits(export()), logits(model), rtol=0, atol=1e-4)
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "config.json").write_text(json.dumps(CONFIG))
+    write_model(export(), tmp_path / "source", tmp_path / "written")
+    written = load_model(tmp_path / "written")
+    torch.testing.assert_close(logits(written), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_gradients_over_eight_bits_are_those_over_the_same_weights(recomputes):
+    short, plain = made(), made()
+    quantize_blocks(short)
+    with torch.no_grad():
+        for name, parameter in plain.named_parameters():
+            parameter.copy_(find_weight(short, name))
+    for model in (short, plain):
+        add_lora(model, LoRAConfig(rank=4), seed=1)
+        model.recomputes = recomputes
+        for lora in lora_modules(model):
+            with torch.no_grad():
+                lora.B.copy_(torch.randn(lora.B.shape, generator=torch.Generator().manual_seed(2)))
+        attention = PackedAttention([len(IDS)])
+        hidden = model(torch.tensor(IDS), attention.token_positions(), attention)
+        model.compute_logits(hidden).log_softmax(-1).square().sum().backward()
+    for ours, theirs in zip(lora_modules(short), lora_modules(plain), strict=True):
+        torch.testing.assert_close(ours.A.grad, theirs.A.grad, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(ours.B.grad, theirs.B.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_eight_bits_are_counted_in_the_estimate():
+    spec = parse_model_config(CONFIG | {"num_hidden_layers": 6})
+    model = made(num_hidden_layers=6).to(torch.bfloat16)
+    short = LoRAConfig(base_bits=8)
+    trainer = PolicyTrainer(model, TrainerConfig(lora=short), max_steps=1)
+    held = [*model.parameters(), *model.buffers()]
+    found = estimate_rl(spec, trainer.config, 100, 2, 100).weights
+    of_block = sum(a * b for a, b in spec.linear_shapes.values())
+    assert found - 2 * of_block == pytest.approx(
+        sum(x.numel() * x.element_size() for x in held if x.dtype != torch.int64), rel=0.1
+    )
+    assert found < estimate_rl(spec, TrainerConfig(lora=LoRAConfig()), 100, 2, 100).weights

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hone.config.base import Config
+from hone.config.base import Config, Free, parse_untyped
 from hone.config.sections import OptimConfig, Positive, as_list
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -36,6 +36,19 @@ class LoRAConfig(Config):
     start_from: Path | None = None
     """Directory of an adapter in peft's format to start from, of the same rank. Unless given, A is random and B is 0,
     so that training starts from the model itself."""
+
+    base_bits: Annotated[Literal[8, 16], BeforeValidator(parse_untyped)] = 16
+    """Bits of the frozen weights of the blocks' linear layers, in training and in sampling: 8 stores them as int8 with
+    a scale for up to 128 inputs of a row, which takes half the memory; their activations are then always recomputed.
+    Weights that are written have the model's number type."""
+    merge: Free[bool] = True
+    """Sample from a second copy of the adapted weights, with the adapter merged. false: compute the adapter beside the
+    weights, which needs no copy and decodes more slowly; always so with base_bits 8."""
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Return True if the sampler holds a merged copy of the adapted weights."""
+        return self.merge and self.base_bits == 16
 
     @property
     def scale(self) -> float:

@@ -26,6 +26,7 @@ from hone.kernels.cuda_graphs import Captured
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAttention, flash_varlen
+from hone.models.eight_bit import count_weights
 from hone.models.transformer import Transformer
 
 # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory.
@@ -58,7 +59,7 @@ class Prefill:
         self.adapters = adapters
         self.device = cache.store.device
         self.captured = captured
-        self.most_tokens = WORTH_A_GRAPH / (2 * sum(p.numel() for p in model.blocks.parameters()))
+        self.most_tokens = WORTH_A_GRAPH / (2 * count_weights(model.blocks))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
 

@@ -100,10 +100,13 @@ def _list_cures(config: Config) -> Iterator[Cure]:
 
         return apply
 
-    def change_optim(**keys: object) -> Callable[[Config], Config]:
+    def change_section(name: str, **keys: object) -> Callable[[Config], Config]:
         def apply(before: Config) -> Config:
             own = before.trainer if isinstance(before, RLConfig) else before
-            return change(optim=own.optim.model_copy(update=keys))(before)  # type: ignore[attr-defined]
+            section = getattr(own, name)
+            if section is None:  # a key of it has no effect without the section
+                return before
+            return change(**{name: section.model_copy(update=keys)})(before)
 
         return apply
 
@@ -117,8 +120,16 @@ def _list_cures(config: Config) -> Iterator[Cure]:
         yield "--data.micro-batch-size 1", change(data=data)
     if section.lora is None:
         if section.optim.type == "adamw" and section.optim.state_dtype != "bfloat16":
-            yield f"{prefix}optim.state-dtype bfloat16", change_optim(state_dtype="bfloat16")
+            yield (
+                f"{prefix}optim.state-dtype bfloat16",
+                change_section("optim", state_dtype="bfloat16"),
+            )
         if not section.optim.offload:
-            yield f"{prefix}optim.offload", change_optim(offload=True)
+            yield f"{prefix}optim.offload", change_section("optim", offload=True)
         if section.optim.type == "adamw":
             yield f"{prefix}lora.rank 16", change(lora=LoRAConfig(rank=16))
+    if section.lora is not None or section.optim.type == "adamw":
+        if isinstance(config, RLConfig) and (section.lora is None or section.lora.keeps_copy):
+            yield f"{prefix}lora.no-merge", change_section("lora", merge=False)
+        if section.lora is None or section.lora.base_bits == 16:
+            yield f"{prefix}lora.base-bits 8", change_section("lora", base_bits=8)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hone.models.hf import hf_names, split_rows
+from hone.models.hf import find_weight, hf_names, split_rows
 from hone.models.layers import Linear
 from hone.models.transformer import Transformer
 
@@ -237,11 +237,12 @@ class Adapters:
 
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each linear that can have an adapter, by HF name."""
-        parameters = dict(self.model.named_parameters())
         sizes = {}
         for ours, theirs in hf_names(self.model.spec).items():
             for name, part in zip(
-                theirs, split_rows(self.model.spec, ours, parameters[ours]), strict=True
+                theirs,
+                split_rows(self.model.spec, ours, find_weight(self.model, ours)),
+                strict=True,
             ):
                 if (
                     name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linear_shapes

@@ -352,9 +352,16 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
     """Return the model's weights under their HF names, as views."""
-    parameters = dict(model.named_parameters())
     for ours, theirs in hf_names(model.spec).items():
-        yield from zip(theirs, split_rows(model.spec, ours, parameters[ours].detach()), strict=True)
+        weight = find_weight(model, ours)
+        yield from zip(theirs, split_rows(model.spec, ours, weight), strict=True)
+
+
+def find_weight(model: Transformer, name: str) -> Tensor:
+    """Return a weight by Hone's name, detached; one that is stored in 8 bits in the model's dtype."""
+    path, _, leaf = name.rpartition(".")
+    weight: Tensor = getattr(model.get_submodule(path), leaf)
+    return weight.detach()
 
 
 def save_model(model: Transformer, source: Path, directory: Path) -> None:

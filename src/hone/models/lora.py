@@ -20,8 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hone.config.lora_config import LoRAConfig
+from hone.kernels import numerics
 from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
+from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import hf_names, split_rows
 from hone.models.layers import Linear
 from hone.models.spec import ModelSpec
@@ -153,6 +155,10 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
             f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have"
         )
     config = config.model_copy(update={"targets": config.targets or list(possible)})
+    if config.base_bits == 8:
+        if numerics.is_exact():
+            raise ValueError("lora.base_bits 8: model.numerics exact merges the adapter; take 16")
+        quantize_blocks(model)
     if model.head is None and "lm_head" in config.modules_to_save:
         raise ValueError("lora.modules_to_save: lm_head is embed_tokens in this model; name that")
     for name, parameter in model.named_parameters():
@@ -203,8 +209,8 @@ def seed_dropout(model: Transformer, *numbers: int) -> None:
 class Merged:
     """The weights of a model in training as the sampler uses them: with LoRA adapters merged.
 
-    Without adapters, `model` is the trained model itself. With adapters, `model` is a Transformer
-    without adapters: weights that have an adapter in the trained model are merged copies, updated
+    Without adapters, or with `lora.merge` False, `model` is the trained model itself. Else `model`
+    is a Transformer without adapters: weights that have an adapter in the trained model are merged copies, updated
     by `follow_step`; all other weights are shared with the trained model.
     """
 
@@ -212,7 +218,7 @@ class Merged:
         self.trained = trained
         self.model = trained
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
-        if not any(lora_modules(trained)):
+        if not any(lora.config.keeps_copy for lora in lora_modules(trained)):
             return
         # The merged model's own weights are never written, so they take no memory.
         self.model = Transformer(trained.spec)

@@ -21,6 +21,7 @@ MEMORY_DIVISOR = 5  # one over the share of GPU memory that more than FEW_TOKENS
 MUON_BLOCKS = 4  # blocks per Muon step, of four matrices each (muon.AT_ONCE)
 # Weights whose offloaded state is on the device at a time (kernels/pinned_memory.py).
 AT_ONCE = 2**25
+BLOCK_INPUTS = 128  # of a scale (models/eight_bit.py)
 CHUNK = 2**30  # bytes of logits at a time, in fp32 (kernels/head.py)
 
 
@@ -78,6 +79,12 @@ def estimate_step(
     """
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
+    # Blocks in 8 bits, with a scale for BLOCK_INPUTS inputs; one is in the model's dtype at a time.
+    short = 0
+    if lora is not None and lora.base_bits == 8:
+        of_block = sum(a * b for a, b in spec.linear_shapes.values())
+        short = of_block * spec.num_hidden_layers
+        saved = short * itemsize - short - short * itemsize // BLOCK_INPUTS - of_block * itemsize
     in_fp32 = 4 * trained if itemsize < 4 else 0
     # The head's gradient is summed over parts.
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
@@ -91,7 +98,7 @@ def estimate_step(
     brought = 8 * at_once + rooms if optim.offload else 0
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
-        weights=copies * itemsize,
+        weights=copies * itemsize - (saved if short else 0),
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from hone.config.base import Config
 from hone.config.inference_config import InferenceConfig
+from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import RLConfig, TrainerConfig, TrainerRunConfig
 from hone.config.sections import EngineConfig
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
@@ -107,7 +108,8 @@ def estimate_need(config: Config, spec: ModelSpec, itemsize: int) -> Need | None
         training = estimate_rl(spec, trainer, step, itemsize, most)
         if config.inference is None:  # sampled elsewhere
             return Need(training, 0, 0, 0, TRAINING_SHARE)
-        copy = 0 if trainer.lora is None else merged_copy_bytes(spec, trainer.lora, itemsize)
+        lora = trainer.lora
+        copy = merged_copy_bytes(spec, lora, itemsize) if lora and lora.keeps_copy else 0
         of_sequence = of_token * min(limit, config.seq_len)
         most = config.orchestrator.batch_size
         return Need(training, copy, of_sequence, most, _share(config.inference))
@@ -170,7 +172,7 @@ def _list_choices(
 ) -> Iterator[AnyConfig]:
     """Yield the configuration with values in place of "auto", the fastest first."""
     if isinstance(config, SFTConfig):
-        for recomputes in _list_recomputing(config.activation_checkpointing):
+        for recomputes in _list_recomputing(config.activation_checkpointing, config.lora):
             for rows in _list_rows(config, recomputes, card_bytes):
                 data = config.data.model_copy(update={"micro_batch_size": rows})
                 yield config.model_copy(
@@ -181,7 +183,7 @@ def _list_choices(
     if not isinstance(trainer, TrainerConfig):
         yield config
         return
-    for recomputes in _list_recomputing(trainer.activation_checkpointing):
+    for recomputes in _list_recomputing(trainer.activation_checkpointing, trainer.lora):
         default = micro_batch_tokens(spec, itemsize, recomputes, card_bytes)
         less = (*SMALLER_TOKENS, LEAST_TOKENS) if recomputes else SMALLER_TOKENS
         for tokens in (
@@ -194,7 +196,9 @@ def _list_choices(
                 yield config.model_copy(update=keys)
 
 
-def _list_recomputing(configured: bool | str) -> list[bool]:
+def _list_recomputing(configured: bool | str, lora: LoRAConfig | None) -> list[bool]:
+    if lora is not None and lora.base_bits == 8:
+        return [True]
     return [False, True] if configured == "auto" else [bool(configured)]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from hone.config.help import to_toml
 from hone.kernels import cpu
+from hone.models.eight_bit import count_weights
 from hone.models.loading import Loaded
 from hone.monitors.logging_setup import component_log
 from hone.monitors.provenance import device_name, made_by
@@ -145,7 +146,7 @@ def describe_training(session: RunSession, data: str) -> str:
     loaded = session.loaded
     ranks = session.ranks
     weight = loaded.model.embed.weight
-    parameters = sum(p.numel() for p in loaded.model.parameters()) / 1e6
+    parameters = count_weights(loaded.model) / 1e6
     devices = cpu.words(weight.device.type) + (f" x {ranks.count}" if ranks.count > 1 else "")
     return (
         f"Training {session.config.model.name} ({parameters:.2f}M parameters, "

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hone.config.lora_config import LoRAConfig
 from hone.config.sections import Sharding
-from hone.models.hf import hf_names, write_model
+from hone.models.hf import find_weight, hf_names, write_model
 from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
@@ -113,7 +113,7 @@ class Export:
         if self._copy is not None:
             copies = dict(self._copy.named_parameters())
         for name in hf_names(self.model.spec):
-            value = gather_whole(self.model.get_parameter(name))
+            value = gather_whole(find_weight(self.model, name))
             delta = None
             if name.endswith(".weight"):
                 delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
