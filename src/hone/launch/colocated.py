@@ -89,7 +89,7 @@ def main(
     loaded_environments = Environments.load(config, environments)
     with ProgressLine("rl") as progress_line:
         progress_line.on_activity("loading the model")
-        loaded = load_configured(config.model, seed=config.seed)
+        loaded = load_configured(config.model, config.seed, config.trainer.lora)
         settings = fit_to_device(config, loaded.model, component_log("trainer")).trainer
         trainer = PolicyTrainer(
             loaded.model, settings, config.max_steps, session.run.bad_steps, seed=config.seed

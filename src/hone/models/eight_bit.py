@@ -43,12 +43,16 @@ class EightBitLinear(Linear):
         return (codes * scales).flatten(1)
 
 
-def quantize_blocks(model: Transformer) -> None:
-    """Replace the linear layers of the model's blocks by layers with 8-bit weights."""
+def quantize_blocks(model: Transformer, device: torch.device | str | None = None) -> None:
+    """Replace the linear layers of the model's blocks by layers with 8-bit weights.
+
+    With `device` each layer is moved there first, so that the device never holds the whole model in
+    its dtype; the other weights stay where they are.
+    """
     for module in list(model.blocks.modules()):
         for name, layer in list(module.named_children()):
             if type(layer) is Linear:
-                setattr(module, name, EightBitLinear(layer))
+                setattr(module, name, EightBitLinear(layer if device is None else layer.to(device)))
 
 
 def count_weights(model: nn.Module) -> int:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import torch
 
+from hone.config.lora_config import LoRAConfig
 from hone.config.sections import ModelConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
+from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import check_links, load_model, resolve_model
 from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
@@ -21,10 +23,11 @@ class Loaded:
     dtype: torch.dtype  # of weights and activations
 
 
-def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
+def load_configured(config: ModelConfig, seed: int = 0, lora: LoRAConfig | None = None) -> Loaded:
     """Load the configured model and tokenizer; select fast or exact numerics for the process.
 
-    Cheap checks come first. Raises ValueError if the model cannot be loaded as configured.
+    Cheap checks come first. If `lora` has base_bits 8, the blocks' weights are stored in 8 bits.
+    Raises ValueError if the model cannot be loaded as configured.
     """
     directory = resolve_model(config.name)
     check_links(directory)
@@ -35,13 +38,18 @@ def load_configured(config: ModelConfig, seed: int = 0) -> Loaded:
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(
         config.dtype, torch.bfloat16 if on_gpu else torch.float32
     )
+    device = "cuda" if on_gpu else "cpu"
+    has_short_base = lora is not None and lora.base_bits == 8
     model = load_model(
         directory,
         random_init=config.random_init,
         seed=seed,
         dtype=dtype,
-        device="cuda" if on_gpu else "cpu",
+        device="cpu" if has_short_base else device,
     )
+    if has_short_base:
+        quantize_blocks(model, device)
+        model.to(device)
     tokenizer.fit_vocabulary(model.spec.vocab_size)
     numerics.use(config.numerics)
     if config.numerics == "exact":

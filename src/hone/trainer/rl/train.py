@@ -51,7 +51,7 @@ def main(config: TrainerRunConfig) -> None:
     session = RunSession(config, "rl", "trainer", ranks, config_name="trainer")
     run = session.run
     session.check_claim()
-    loaded = load_configured(config.model, seed=config.seed)
+    loaded = load_configured(config.model, config.seed, config.lora)
     log = component_log("trainer")
     settings = config if ranks.count > 1 else fit_to_device(config, loaded.model, log)
     trainer = PolicyTrainer(
@@ -126,7 +126,7 @@ class FileSource:
 
 def run_bench(config: TrainerRunConfig, size: BenchConfig, ranks: Ranks) -> None:
     """Print the speed of steps on random sequences, and where their time goes."""
-    model = load_configured(config.model, seed=config.seed).model
+    model = load_configured(config.model, config.seed, config.lora).model
     if size.tokens > model.spec.max_position_embeddings + 1:
         raise ValueError(
             f"bench.tokens {size.tokens}: the model has {model.spec.max_position_embeddings} positions"

@@ -165,7 +165,7 @@ def evaluate_if_due(
 
 def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
     """Load the model with its adapter, sharded if configured, and its optimizer."""
-    loaded = load_configured(config.model, seed=config.seed)
+    loaded = load_configured(config.model, config.seed, config.lora)
     if config.lora:
         add_lora(loaded.model, config.lora, config.seed)
     shard_model(loaded.model, ranks, config.sharding)
