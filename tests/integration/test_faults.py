@@ -69,7 +69,10 @@ def test_weights_that_did_not_arrive_end_the_run_at_that_step(
     assert rows[0].get("weights/canary_difference", 0.0) < 1e-4
 
 
-def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(trained, tmp_path):
+@pytest.mark.parametrize("base_bits", [16, 8])
+def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
+    base_bits, trained, tmp_path
+):
     out = tmp_path / "run"
     command(
         "rl",
@@ -87,6 +90,8 @@ def test_only_the_adapter_travels_and_the_server_has_the_weights_of_the_trainer(
         "--max-steps",
         4,
         *ADAPTER,
+        "--trainer.lora.base-bits",
+        base_bits,
         "--trainer.lora.modules-to-save",
         "embed_tokens",
     )

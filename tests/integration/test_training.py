@@ -327,7 +327,8 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path, s
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
 
-def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
+@pytest.mark.parametrize("base_bits", [16, 8])
+def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(base_bits, tmp_path):
     data = tmp_path / "sft.jsonl"
     command("python", "-m", "reverse_text", "--out", data, "-n", 100)
     words = [
@@ -345,6 +346,8 @@ def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(tmp_path):
         64,
         "--lora.rank",
         4,
+        "--lora.base-bits",
+        base_bits,
         "--lora.modules-to-save",
         "norm",
         "--optim.type",
