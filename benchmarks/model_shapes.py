@@ -66,6 +66,14 @@ MODELS = {
         "num_attention_heads": 32,
         "tie_word_embeddings": False,
     },
+    "Qwen3-14B": {
+        **QWEN3_06B,
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 40,
+        "tie_word_embeddings": False,
+    },
 }
 TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 

@@ -1,9 +1,11 @@
 """How much of a GPU keys and values take, and how many sequences are decoded together."""
 
 import pytest
+import torch
 
 from hone.config.sections import EngineConfig
 from hone.engine.cache_budget import plan_gpu_cache
+from hone.models.device_memory import apply_limit, free_and_total_bytes, read_limit
 
 GIB = 2**30
 
@@ -39,3 +41,36 @@ def test_a_model_whose_own_limit_has_no_room_is_served_to_the_length_that_has():
     assert shared(200, least=0.001) == (256, 86)
     with pytest.raises(ValueError, match="take 0.00"):
         shared(200, reserved=90, least=0.001)
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A card of 80 GiB, of which other processes have 1 GiB and this one 20, 5 of them kept for reuse."""
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (59 * GIB, 80 * GIB))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 20 * GIB)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 15 * GIB)
+    shares = []
+    monkeypatch.setattr(
+        "torch.cuda.set_per_process_memory_fraction", lambda share, device: shares.append(share)
+    )
+    return shares
+
+
+@pytest.mark.parametrize(
+    "limit, free, total", [(None, 64, 80), (100, 64, 80), (40, 24, 40), (21, 5, 21), (8, 5, 8)]
+)
+def test_a_process_takes_no_more_than_its_part_of_a_card(limit, free, total, card, monkeypatch):
+    if limit is not None:
+        monkeypatch.setenv("HONE_GPU_GIB", str(limit))
+    assert free_and_total_bytes(torch.device("cuda")) == (free * GIB, total * GIB)
+    apply_limit(torch.device("cuda"))
+    assert card == ([] if limit is None else [min(1.0, (limit - 1) / 80)])
+    apply_limit(torch.device("cpu"))
+    assert len(card) == (limit is not None)
+
+
+@pytest.mark.parametrize("text", ["many", "-3", "0", "inf", "nan"])
+def test_a_limit_that_is_no_number_is_refused(text, monkeypatch):
+    monkeypatch.setenv("HONE_GPU_GIB", text)
+    with pytest.raises(ValueError, match="HONE_GPU_GIB"):
+        read_limit()

@@ -3,11 +3,10 @@
 import logging
 from typing import TypedDict
 
-import torch
-
 from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
+from hone.models.device_memory import free_and_total_bytes
 from hone.models.transformer import Transformer
 
 # On a CPU: the most GiB, and the share of the machine's memory.
@@ -45,8 +44,7 @@ def plan_cache(
             most,
         )
         return Room(max_batch_size=batch, kv_cache_gib=gib)
-    free, total = torch.cuda.mem_get_info(weight.device)
-    free += torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(weight.device)
+    free, total = free_and_total_bytes(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
     return plan_gpu_cache(

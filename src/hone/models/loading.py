@@ -9,6 +9,7 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.sections import ModelConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
+from hone.models.device_memory import apply_limit
 from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import check_links, load_model, resolve_model
 from hone.models.transformer import Transformer
@@ -39,6 +40,7 @@ def load_configured(config: ModelConfig, seed: int = 0, lora: LoRAConfig | None 
         config.dtype, torch.bfloat16 if on_gpu else torch.float32
     )
     device = "cuda" if on_gpu else "cpu"
+    apply_limit(torch.device(device))
     has_short_base = lora is not None and lora.base_bits == 8
     model = load_model(
         directory,

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hone.models.device_memory import total_bytes
 from hone.models.transformer import Transformer
 from hone.trainer.memory_plan import AnyConfig, choose_memory, describe_choice
 
@@ -68,18 +69,13 @@ def model_flops_utilization(flops_per_second: float, device: torch.device) -> fl
     return None if peak is None else flops_per_second / peak
 
 
-def device_bytes(device: torch.device) -> int | None:
-    """Return the memory of a GPU, None for other devices."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-
-
 def fit_to_device(config: AnyConfig, model: Transformer, log: logging.Logger) -> AnyConfig:
     """Return a configuration with the micro-batches that fit the model's GPU, and log them.
 
     On other devices "auto" keeps all activations (`memory_plan.choose_memory`).
     """
     weight = model.embed.weight
-    card_bytes = device_bytes(weight.device)
+    card_bytes = total_bytes(weight.device)
     sizes = (model.spec, weight.dtype.itemsize, card_bytes)
     chosen = choose_memory(config, *sizes)
     if card_bytes is not None:

@@ -20,6 +20,7 @@ from hone.config.rl_config import TrainerConfig
 from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
 from hone.kernels.pinned_memory import started_to_host, to_device
+from hone.models.device_memory import total_bytes
 from hone.models.lora import add_lora, seed_dropout, without_lora
 from hone.models.transformer import Transformer
 from hone.monitors.value_summaries import summarize_values
@@ -37,7 +38,7 @@ from hone.trainer.packing import (
     split_by_prompt,
     split_by_tokens,
 )
-from hone.trainer.performance import Laps, device_bytes, model_flops_utilization, peak_memory_gib
+from hone.trainer.performance import Laps, model_flops_utilization, peak_memory_gib
 from hone.trainer.ranks import ALONE, Ranks
 from hone.trainer.sharding import shard_model
 from hone.transport.batches import routing_of
@@ -99,7 +100,7 @@ class PolicyTrainer:
         model.recomputes = config.activation_checkpointing is True
         sizes = (model.spec, model.embed.weight.dtype.itemsize, model.recomputes)
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(
-            *sizes, device_bytes(self.device)
+            *sizes, total_bytes(self.device)
         )
 
     def estimate_memory(self, most_tokens: int) -> Estimate:
