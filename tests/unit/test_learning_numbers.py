@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from hone.config.lora_config import LoRAConfig
 from hone.config.loss_config import LossConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels.adamw import AdamW, Change
@@ -17,7 +18,7 @@ from hone.models.spec import ModelSpec
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, has_signal
 from hone.trainer.loss import cross_entropy_sum, make_loss, policy_loss
-from hone.trainer.optim import Optimizer, learning_rate
+from hone.trainer.optim import Optimizer, choose_lr, learning_rate
 from hone.trainer.packing import pack_sequences, pack_shared, split_by_prompt, split_by_tokens
 
 LN2 = math.log(2)
@@ -425,3 +426,24 @@ def test_offload_changes_nothing_on_a_cpu(kind):
         torch.equal(one, two)
         for one, two in zip(*(model.parameters() for model in models), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    "weights, is_rl, lora, lr",
+    [
+        (8e9, True, None, 1e-6),
+        (4e9, True, None, 1e-6),
+        (4e9, True, LoRAConfig(), 1e-5),
+        (0.6e9, True, None, 3.54e-6),
+        (1.35e8, True, None, 9.58e-6),
+        (1e6, True, None, 1e-5),
+        (1e6, True, LoRAConfig(), 1e-4),
+        (4e9, False, None, 1e-5),
+        (1.35e8, False, None, 9.58e-5),
+        (4e9, False, LoRAConfig(), 1e-4),
+    ],
+)
+def test_a_learning_rate_is_chosen_by_size_and_what_is_trained(weights, is_rl, lora, lr):
+    assert choose_lr(OptimConfig(), lora, weights, is_rl) == pytest.approx(lr, rel=0.01)
+    assert choose_lr(OptimConfig(lr=3e-7), lora, weights, is_rl) == 3e-7
+    assert choose_lr(OptimConfig(type="muon"), None, weights, is_rl) == 2e-3

@@ -390,6 +390,9 @@ def _assign_value(values: dict[str, Any], path: list[str], value: Any, word: str
 # ---------------------------------------------------------------------------------------------- messages
 
 
+EXPECTED = "input should be "  # how pydantic begins what a key accepts
+
+
 def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str, str]) -> str:
     """Return one line per mistake: key, source, what was found, what is accepted."""
     lines = []
@@ -417,7 +420,12 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
             lines.append(f"{key}: {message}{place}" if key else f"{message}{place}")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            lines.append(f"{key}: {message}, found {item['input']!r}{place}")
+            found = f", found {item['input']!r}{place}"
+            same = [i for i, line in enumerate(lines) if line.startswith(f"{key}: {EXPECTED}")]
+            if same and lines[same[0]].endswith(found) and message.startswith(EXPECTED):
+                # Another type that the key may have.
+                message = f"{lines.pop(same[0])[len(key) + 2 : -len(found)]} or {message[len(EXPECTED) :]}"
+            lines.append(f"{key}: {message}{found}")
     return "\n".join(dict.fromkeys(lines))
 
 
@@ -450,7 +458,11 @@ def _list_required(cls: type[Config], prefix: str) -> list[str]:
 
 
 def _is_tag(part: int | str) -> bool:
-    return isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool"))
+    """Return True for a part of a path by which pydantic names a member of a union."""
+    kinds = ("str", "int", "float", "bool")
+    return isinstance(part, str) and (
+        "[" in part or part in kinds or part.startswith("constrained-")
+    )
 
 
 def _without_tags(cls: type[Config], names: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hone.config.base import Config, Free, parse_untyped
+from hone.config.base import Config, parse_untyped
 from hone.config.sections import OptimConfig, Positive, as_list
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -41,7 +41,7 @@ class LoRAConfig(Config):
     """Bits of the frozen weights of the blocks' linear layers, in training and in sampling: 8 stores them as int8 with
     a scale for up to 128 inputs of a row, which takes half the memory; their activations are then always recomputed.
     Weights that are written have the model's number type."""
-    merge: Free[bool] = True
+    merge: bool = True
     """Sample from a second copy of the adapted weights, with the adapter merged. false: compute the adapter beside the
     weights, which needs no copy and decodes more slowly; always so with base_bits 8."""
 

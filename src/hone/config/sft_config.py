@@ -100,7 +100,7 @@ class SFTConfig(ResumableConfig):
     """Optimiser steps to train for; one pass over the data unless given."""
     max_seconds: Free[Annotated[float, Field(gt=0)] | None] = None
     """Stop after this many seconds of training, if max_steps is not reached before."""
-    optim: OptimConfig = OptimConfig(lr=1e-5)
+    optim: OptimConfig = OptimConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     on_bad_step: Free[OnBadStep] = "stop"
     """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that

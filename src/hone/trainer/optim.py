@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hone import machine
+from hone.config.lora_config import LoRAConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.kernels import adamw
 from hone.kernels.pinned_memory import brought, reachable_zeros
@@ -21,6 +22,32 @@ HALF = (torch.bfloat16, torch.float16)
 log = logging.getLogger("hone")
 
 
+LARGE_MODEL_WEIGHTS = 4e9
+LARGE_MODEL_LR = 1e-6  # of RL on all weights of such a model
+MUON_LR = 2e-3
+
+
+def choose_lr(optim: OptimConfig, lora: LoRAConfig | None, weights: int, is_rl: bool) -> float:
+    """Return the peak learning rate; "auto" is chosen by the model's size and what is trained.
+
+    Smaller models take larger steps: by the power 2/3 of their size, at most ten times larger.
+    LoRA takes ten times those of all weights (Schulman et al. 2025, "LoRA Without Regret").
+    """
+    if optim.lr != "auto":
+        return float(optim.lr)
+    if optim.type == "muon":
+        return MUON_LR
+    by_size = min(10.0, max(1.0, (LARGE_MODEL_WEIGHTS / weights) ** (2 / 3)))
+    return LARGE_MODEL_LR * by_size * (1 if lora is None else 10) * (1 if is_rl else 10)
+
+
+def with_lr(optim: OptimConfig, lora: LoRAConfig | None, weights: int, is_rl: bool) -> OptimConfig:
+    """Return the optimizer's configuration with a learning rate in place of "auto", and log it."""
+    lr = choose_lr(optim, lora, weights, is_rl)
+    log.info("Learning rate %.2g (optim.lr auto)", lr)
+    return optim.model_copy(update={"lr": lr})
+
+
 def learning_rate(
     optim: OptimConfig, schedule: SchedulerConfig, step: int, max_steps: int
 ) -> float:
@@ -29,6 +56,7 @@ def learning_rate(
     The warm-up is linear. A schedule that decays reaches min_lr one step after the last, so that
     the last step still has an effect.
     """
+    assert not isinstance(optim.lr, str)
     if step <= schedule.warmup_steps:
         return optim.lr * step / schedule.warmup_steps
     span = max(max_steps - schedule.warmup_steps, 1)
