@@ -420,13 +420,17 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
             lines.append(f"{key}: {message}{place}" if key else f"{message}{place}")
         else:
             message = item["msg"][0].lower() + item["msg"][1:]
-            found = f", found {item['input']!r}{place}"
-            same = [i for i, line in enumerate(lines) if line.startswith(f"{key}: {EXPECTED}")]
-            if same and lines[same[0]].endswith(found) and message.startswith(EXPECTED):
-                # Another type that the key may have.
-                message = f"{lines.pop(same[0])[len(key) + 2 : -len(found)]} or {message[len(EXPECTED) :]}"
-            lines.append(f"{key}: {message}{found}")
+            _add_wrong_value(lines, key, message, f", found {item['input']!r}{place}")
     return "\n".join(dict.fromkeys(lines))
+
+
+def _add_wrong_value(lines: list[str], key: str, message: str, found: str) -> None:
+    """Append the line of a wrong value; join it with that of another type which the key may have."""
+    same = [i for i, line in enumerate(lines) if line.startswith(f"{key}: {EXPECTED}")]
+    if same and lines[same[0]].endswith(found) and message.startswith(EXPECTED):
+        before = lines.pop(same[0])[len(key) + 2 : -len(found)]
+        message = f"{before} or {message[len(EXPECTED) :]}"
+    lines.append(f"{key}: {message}{found}")
 
 
 def _suggest_key(cls: type[Config], names: list[str]) -> str:

@@ -118,18 +118,26 @@ def _list_cures(config: Config) -> Iterator[Cure]:
     if isinstance(config, SFTConfig) and (config.data.micro_batch_size or 1) > 1:
         data = config.data.model_copy(update={"micro_batch_size": 1})
         yield "--data.micro-batch-size 1", change(data=data)
-    if section.lora is None:
-        if section.optim.type == "adamw" and section.optim.state_dtype != "bfloat16":
-            yield (
-                f"{prefix}optim.state-dtype bfloat16",
-                change_section("optim", state_dtype="bfloat16"),
-            )
-        if not section.optim.offload:
-            yield f"{prefix}optim.offload", change_section("optim", offload=True)
-        if section.optim.type == "adamw":
-            yield f"{prefix}lora.rank 16", change(lora=LoRAConfig(rank=16))
+    yield from _list_state_cures(prefix, section, change, change_section)
     if section.lora is not None or section.optim.type == "adamw":
         if isinstance(config, RLConfig) and (section.lora is None or section.lora.keeps_copy):
             yield f"{prefix}lora.no-merge", change_section("lora", merge=False)
         if section.lora is None or section.lora.base_bits == 16:
             yield f"{prefix}lora.base-bits 8", change_section("lora", base_bits=8)
+
+
+def _list_state_cures(
+    prefix: str,
+    section: TrainerConfig | SFTConfig,
+    change: Callable[..., Callable[[Config], Config]],
+    change_section: Callable[..., Callable[[Config], Config]],
+) -> Iterator[Cure]:
+    """Yield the cures that shrink the optimizer's state of all weights."""
+    if section.lora is not None:
+        return
+    if section.optim.type == "adamw" and section.optim.state_dtype != "bfloat16":
+        yield f"{prefix}optim.state-dtype bfloat16", change_section("optim", state_dtype="bfloat16")
+    if not section.optim.offload:
+        yield f"{prefix}optim.offload", change_section("optim", offload=True)
+    if section.optim.type == "adamw":
+        yield f"{prefix}lora.rank 16", change(lora=LoRAConfig(rank=16))

@@ -79,12 +79,6 @@ def estimate_step(
     """
     trained = spec.parameter_count() if lora is None else adapter_size(spec, lora)
     copies = (2 if has_reference else 1) * spec.parameter_count() + (0 if lora is None else trained)
-    # Blocks in 8 bits, with a scale for BLOCK_INPUTS inputs; one is in the model's dtype at a time.
-    short = 0
-    if lora is not None and lora.base_bits == 8:
-        of_block = sum(a * b for a, b in spec.linear_shapes.values())
-        short = of_block * spec.num_hidden_layers
-        saved = short * itemsize - short - short * itemsize // BLOCK_INPUTS - of_block * itemsize
     in_fp32 = 4 * trained if itemsize < 4 else 0
     # The head's gradient is summed over parts.
     of_head = spec.vocab_size * spec.hidden_size * 4 if lora is None else 0
@@ -98,7 +92,7 @@ def estimate_step(
     brought = 8 * at_once + rooms if optim.offload else 0
     moments = 2 * optim.moment_bytes * (trained - by_muon) + 4 * by_muon
     return Estimate(
-        weights=copies * itemsize - (saved if short else 0),
+        weights=copies * itemsize - _saved_by_eight_bits(spec, lora, itemsize),
         masters=0 if optim.offload else in_fp32,
         moments=0 if optim.offload else moments,
         host=in_fp32 + moments if optim.offload else 0,
@@ -107,6 +101,15 @@ def estimate_step(
         logits=min(CHUNK, 4 * tokens * spec.vocab_size) * 3 // 2 + of_head,
         sums=in_fp32 if is_split else 0,
     )
+
+
+def _saved_by_eight_bits(spec: ModelSpec, lora: LoRAConfig | None, itemsize: int) -> int:
+    """Return by how many bytes 8-bit blocks are smaller; one block is in the model's dtype at a time."""
+    if lora is None or lora.base_bits == 16:
+        return 0
+    of_block = sum(a * b for a, b in spec.linear_shapes.values())
+    weights = of_block * spec.num_hidden_layers
+    return weights * itemsize - weights - weights * itemsize // BLOCK_INPUTS - of_block * itemsize
 
 
 def estimate_rl(
