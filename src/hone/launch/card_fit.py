@@ -8,11 +8,10 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import RLConfig, TrainerConfig
 from hone.config.sft_config import SFTConfig
 from hone.models.spec import ModelSpec
-from hone.trainer.memory_plan import GIB, Need, choose_memory, estimate_need
+from hone.trainer.memory_plan import GIB, SMALLER_TOKENS, Need, choose_memory, estimate_need
 
 # What cards of these sizes in GB have, in GiB, as their drivers report it.
 CARD_GIB = {16: 15.6, 24: 23.6, 32: 31.3, 48: 47.4, 80: 79.1, 141: 139.8}
-FEW_MICRO_BATCH_TOKENS = 4096
 
 
 def fit_lines(config: Config, spec: ModelSpec, itemsize: int) -> list[str]:
@@ -113,8 +112,8 @@ def _list_cures(config: Config) -> Iterator[Cure]:
     if section.activation_checkpointing is False:
         yield f"{prefix}activation-checkpointing", change(activation_checkpointing=True)
     if isinstance(section, TrainerConfig) and section.micro_batch_tokens:
-        words = f"{prefix}micro-batch-tokens {FEW_MICRO_BATCH_TOKENS}"
-        yield words, change(micro_batch_tokens=FEW_MICRO_BATCH_TOKENS)
+        words = f"{prefix}micro-batch-tokens {SMALLER_TOKENS[-1]}"
+        yield words, change(micro_batch_tokens=SMALLER_TOKENS[-1])
     if isinstance(config, SFTConfig) and (config.data.micro_batch_size or 1) > 1:
         data = config.data.model_copy(update={"micro_batch_size": 1})
         yield "--data.micro-batch-size 1", change(data=data)

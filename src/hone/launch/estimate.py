@@ -8,13 +8,14 @@ from typing import Any
 from hone import machine
 from hone.config.base import Config
 from hone.config.inference_config import InferenceConfig
-from hone.config.rl_config import RLConfig, TrainerRunConfig
+from hone.config.rl_config import RLConfig
 from hone.config.sections import ModelConfig
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
 from hone.launch.card_fit import fit_lines
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
-from hone.trainer.memory_estimate import FEW_TOKENS, Estimate, estimate_rl, estimate_step
+from hone.trainer.memory_estimate import Estimate
+from hone.trainer.memory_plan import estimate_training
 
 HUB_TIMEOUT_SECONDS = 5.0
 
@@ -29,7 +30,7 @@ def memory_lines(config: Config) -> list[str]:
     found = _find_model(config)
     if isinstance(found, str):
         return [found] if found else []
-    training = _estimate_training(config, found.spec, found.itemsize)
+    training = estimate_training(config, found.spec, found.itemsize)
     lines = [] if training is None else [_training_line(config, found.dtype, *training)]
     return lines + _sampling_lines(config, found.spec, found.dtype, found.itemsize)
 
@@ -107,34 +108,6 @@ def _sampling_lines(config: Config, spec: "ModelSpec", kind: str, itemsize: int)
     return found
 
 
-def _estimate_training(
-    config: Config, spec: ModelSpec, itemsize: int
-) -> tuple[int, Estimate] | None:
-    """Return a micro-batch's tokens and a step's estimated memory, or None without training."""
-    if isinstance(config, SFTConfig):
-        rows = config.data.micro_batch_size or config.data.batch_size
-        tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
-        return tokens, estimate_step(
-            spec,
-            config.lora,
-            config.optim,
-            tokens,
-            itemsize,
-            recomputes=config.activation_checkpointing is True,
-            is_split=rows < config.data.batch_size,
-        )
-    if isinstance(config, RLConfig):
-        trainer = config.trainer
-        step = config.orchestrator.batch_size * config.seq_len
-    elif isinstance(config, TrainerRunConfig):
-        trainer = config
-        step = config.micro_batch_tokens or FEW_TOKENS
-    else:
-        return None
-    most = trainer.micro_batch_tokens or FEW_TOKENS
-    return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
-
-
 @cache
 def _read_shape(name: str) -> tuple[dict[str, Any], str] | None:
     """Return a model's config.json and where it is: a directory, the hub cache, or the hub; None if nowhere.
@@ -148,7 +121,9 @@ def _read_shape(name: str) -> tuple[dict[str, Any], str] | None:
         file = try_to_load_from_cache(name, "config.json")
         if not isinstance(file, str):
             # One attempt; the hub's client retries for half a minute.
-            return None if constants.HF_HUB_OFFLINE else _fetch(hf_hub_url(name, "config.json"))
+            return (
+                None if constants.HF_HUB_OFFLINE else _fetch_config(hf_hub_url(name, "config.json"))
+            )
         path = Path(file).parent
     return (
         (read_model_config(path), str(path / "config.json"))
@@ -157,7 +132,7 @@ def _read_shape(name: str) -> tuple[dict[str, Any], str] | None:
     )
 
 
-def _fetch(url: str) -> tuple[dict[str, Any], str] | None:
+def _fetch_config(url: str) -> tuple[dict[str, Any], str] | None:
     import httpx
     from huggingface_hub import get_token
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.layers import Linear
+from hone.models.spec import BLOCK_INPUTS
 from hone.models.transformer import Transformer
 
 MAX_CODE = 127
-BLOCK_INPUTS = 128  # most inputs that share a scale
 
 
 class EightBitLinear(Linear):

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+BLOCK_INPUTS = 128  # most inputs that share a scale in 8-bit weights (eight_bit.py)
+
 
 @dataclass(frozen=True)
 class Llama3Rope:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
-from hone.models.spec import ModelSpec
+from hone.models.spec import BLOCK_INPUTS, ModelSpec
 
 ACTIVATION_SLACK = 1.03  # factor for activations; measured 1.01 to 1.03
 FEW_TOKENS, MANY_TOKENS = 2**14, 2**15  # per micro-batch by default
@@ -21,7 +21,6 @@ MEMORY_DIVISOR = 5  # one over the share of GPU memory that more than FEW_TOKENS
 MUON_BLOCKS = 4  # blocks per Muon step, of four matrices each (muon.AT_ONCE)
 # Weights whose offloaded state is on the device at a time (kernels/pinned_memory.py).
 AT_ONCE = 2**25
-BLOCK_INPUTS = 128  # of a scale (models/eight_bit.py)
 CHUNK = 2**30  # bytes of logits at a time, in fp32 (kernels/head.py)
 
 

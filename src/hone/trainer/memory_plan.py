@@ -80,6 +80,34 @@ class Need:
         return min(self.sequences, int(free // self.sequence))
 
 
+def estimate_training(
+    config: Config, spec: ModelSpec, itemsize: int
+) -> tuple[int, Estimate] | None:
+    """Return the tokens of a micro-batch and the memory of a step; None if nothing is trained."""
+    if isinstance(config, SFTConfig):
+        rows = config.data.micro_batch_size or config.data.batch_size
+        tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
+        return tokens, estimate_step(
+            spec,
+            config.lora,
+            config.optim,
+            tokens,
+            itemsize,
+            recomputes=config.activation_checkpointing is True,
+            is_split=rows < config.data.batch_size,
+        )
+    if isinstance(config, RLConfig):
+        trainer: TrainerConfig = config.trainer
+        step = config.orchestrator.batch_size * config.seq_len
+    elif isinstance(config, TrainerRunConfig):
+        trainer = config
+        step = config.micro_batch_tokens or FEW_TOKENS
+    else:
+        return None
+    most = trainer.micro_batch_tokens or FEW_TOKENS
+    return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
+
+
 def estimate_need(config: Config, spec: ModelSpec, itemsize: int) -> Need | None:
     """Return what a command needs of one device; None if it needs none.
 
@@ -89,42 +117,29 @@ def estimate_need(config: Config, spec: ModelSpec, itemsize: int) -> Need | None
     """
     of_token = spec.cache_numbers * itemsize
     limit = spec.max_position_embeddings
-    if isinstance(config, SFTConfig):
-        rows = config.data.micro_batch_size or config.data.batch_size
-        training = estimate_step(
-            spec,
-            config.lora,
-            config.optim,
-            rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS),
-            itemsize,
-            recomputes=config.activation_checkpointing is True,
-            is_split=rows < config.data.batch_size,
-        )
-        return Need(training, 0, 0, 0, TRAINING_SHARE)
-    if isinstance(config, RLConfig):
-        trainer = config.trainer
-        step = config.orchestrator.batch_size * config.seq_len
-        most = trainer.micro_batch_tokens or FEW_TOKENS
-        training = estimate_rl(spec, trainer, step, itemsize, most)
-        if config.inference is None:  # sampled elsewhere
-            return Need(training, 0, 0, 0, TRAINING_SHARE)
-        lora = trainer.lora
-        copy = merged_copy_bytes(spec, lora, itemsize) if lora and lora.keeps_copy else 0
-        of_sequence = of_token * min(limit, config.seq_len)
-        most = config.orchestrator.batch_size
-        return Need(training, copy, of_sequence, most, _share(config.inference))
-    if isinstance(config, TrainerRunConfig):
+    if isinstance(config, TrainerRunConfig):  # a step may have several micro-batches
         most = config.micro_batch_tokens or FEW_TOKENS
         training = estimate_rl(spec, config, 2 * most, itemsize, most)
         return Need(training, 0, 0, 0, TRAINING_SHARE)
+    if (found := estimate_training(config, spec, itemsize)) is not None:
+        _, training = found
+        if not isinstance(config, RLConfig) or config.inference is None:  # sampled elsewhere
+            return Need(training, 0, 0, 0, TRAINING_SHARE)
+        lora = config.trainer.lora
+        copy = merged_copy_bytes(spec, lora, itemsize) if lora and lora.keeps_copy else 0
+        of_sequence = of_token * min(limit, config.seq_len)
+        most = config.orchestrator.batch_size
+        return Need(training, copy, of_sequence, most, _usable_share(config.inference))
     if isinstance(config, InferenceConfig):
         of_sequence = of_token * min(limit, config.max_model_len or limit)
         most = config.max_batch_size or 256
-        return Need(None, spec.parameter_count() * itemsize, of_sequence, most, _share(config))
+        return Need(
+            None, spec.parameter_count() * itemsize, of_sequence, most, _usable_share(config)
+        )
     return None
 
 
-def _share(config: EngineConfig) -> float:
+def _usable_share(config: EngineConfig) -> float:
     return 1.0 if config.kv_cache_gib is not None else config.gpu_memory_utilization
 
 

@@ -3,13 +3,16 @@
 import logging
 import math
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hone import machine
 from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig, SchedulerConfig
+from hone.config.sft_config import SFTConfig
 from hone.kernels import adamw
 from hone.kernels.pinned_memory import brought, reachable_zeros
 from hone.models.hf import split_rows
@@ -22,6 +25,7 @@ HALF = (torch.bfloat16, torch.float16)
 log = logging.getLogger("hone")
 
 
+Trained = TypeVar("Trained", TrainerConfig, SFTConfig)  # what says how a model is trained
 LARGE_MODEL_WEIGHTS = 4e9
 LARGE_MODEL_LR = 1e-6  # of RL on all weights of such a model
 MUON_LR = 2e-3
@@ -41,11 +45,13 @@ def choose_lr(optim: OptimConfig, lora: LoRAConfig | None, weights: int, is_rl: 
     return LARGE_MODEL_LR * by_size * (1 if lora is None else 10) * (1 if is_rl else 10)
 
 
-def with_lr(optim: OptimConfig, lora: LoRAConfig | None, weights: int, is_rl: bool) -> OptimConfig:
-    """Return the optimizer's configuration with a learning rate in place of "auto", and log it."""
-    lr = choose_lr(optim, lora, weights, is_rl)
+def resolve_lr(config: Trained, weights: int, is_rl: bool) -> Trained:
+    """Return the configuration with a learning rate in place of "auto", which is logged."""
+    if config.optim.lr != "auto":
+        return config
+    lr = choose_lr(config.optim, config.lora, weights, is_rl)
     log.info("Learning rate %.2g (optim.lr auto)", lr)
-    return optim.model_copy(update={"lr": lr})
+    return config.model_copy(update={"optim": config.optim.model_copy(update={"lr": lr})})
 
 
 def learning_rate(

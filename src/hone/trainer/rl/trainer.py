@@ -28,7 +28,7 @@ from hone.records import Batch, Sample
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
 from hone.trainer.memory_estimate import Estimate, estimate_rl, micro_batch_tokens
-from hone.trainer.optim import Optimizer, learning_rate, with_lr
+from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
 from hone.trainer.packing import (
     Packed,
     pack_sequences,
@@ -63,9 +63,7 @@ class PolicyTrainer:
         seed: int = 0,
     ) -> None:
         self.model = model
-        if config.optim.lr == "auto":
-            optim = with_lr(config.optim, config.lora, model.spec.parameter_count(), is_rl=True)
-            config = config.model_copy(update={"optim": optim})
+        config = resolve_lr(config, model.spec.parameter_count(), is_rl=True)
         self.config = config
         self.max_steps = max_steps
         self.bad_steps = bad_steps

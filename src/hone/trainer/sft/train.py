@@ -32,7 +32,7 @@ from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.loss import cross_entropy_sum
-from hone.trainer.optim import Optimizer, learning_rate, with_lr
+from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
 from hone.trainer.packing import Packed, pack_sequences
 from hone.trainer.performance import (
     WARM_UP,
@@ -201,10 +201,7 @@ class Trainer:
         bad_steps: Path,
         ranks: Ranks = ALONE,
     ) -> None:
-        if config.optim.lr == "auto":
-            weights = loaded.model.spec.parameter_count()
-            optim = with_lr(config.optim, config.lora, weights, is_rl=False)
-            config = config.model_copy(update={"optim": optim})
+        config = resolve_lr(config, loaded.model.spec.parameter_count(), is_rl=False)
         self.config = config
         self.loaded = loaded
         self.bad_steps = bad_steps
