@@ -1,6 +1,6 @@
 """Run a recipe by the commands that a user types, with an evaluation before and after RL on the same held-out examples.
 
-usage: python examples/run_recipe.py RECIPE [--seed n] [--out DIR] [--rl-steps n]
+usage: python examples/run_recipe.py RECIPE [--seed n] [--out DIR] [--rl-steps n] [--kv-cache-gib n]
 
 RECIPE is a folder here with a recipe.toml. Its model is made from the environment's texts, or is the pretrained one
 that `scripts/pretrained.py` writes; with an sft.toml the recipe begins with a supervised warm-up. Ends with a line of
@@ -24,9 +24,11 @@ from demo import ROOT, last_weights, run, server
 from hone.child_process import end_with_parent
 
 
-def evaluate(model: str, env: dict, settings: dict, place: list[str], saved: Path) -> dict:
+def evaluate(
+    model: str, env: dict, settings: dict, place: list[str], saved: Path, engine: list[str]
+) -> dict:
     """Rewards of every held-out example, sampled, and the metrics; saved in `saved`."""
-    with server(model) as url:
+    with server(model, *engine) as url:
         run(
             "vf-eval",
             env["id"],
@@ -115,6 +117,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rl-steps", type=int, help="fewer than the recipe's, for a try")
+    parser.add_argument(
+        "--kv-cache-gib", help="memory for keys and values, where several runs share a GPU"
+    )
     args = parser.parse_args()
     folder, seed = Path("examples") / args.recipe, str(args.seed)
     if not (ROOT / folder / "recipe.toml").is_file():
@@ -134,9 +139,12 @@ def main() -> None:
     data_args = env["args"] | recipe.get("data", {}).get("args", {})
     shown = ["-a", json.dumps(data_args), "--seed", seed]
     found: dict[str, dict] = {}
+    engine = ["--kv-cache-gib", args.kv_cache_gib] if args.kv_cache_gib else []
 
     def evaluate_as(name: str, model: str) -> None:
-        found[name] = evaluate(model, env, recipe["eval"], place, ROOT / out / f"eval_{name}")
+        found[name] = evaluate(
+            model, env, recipe["eval"], place, ROOT / out / f"eval_{name}", engine
+        )
 
     model = recipe.get("pretrained") or str(out / "model")
     if "pretrained" not in recipe:
@@ -156,15 +164,13 @@ def main() -> None:
     evaluate_as("before", model)
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
     words = ["rl", "@", str(folder / "rl.toml"), "--model.name", model]
+    words += ["--inference.kv-cache-gib", args.kv_cache_gib] if engine else []
     begun = time.perf_counter()
     run(*words, "--output-dir", str(out / "rl"), *common, *steps)
     rl_seconds = time.perf_counter() - begun
     evaluate_as("after", last_weights(out / "rl"))
 
     rows = [json.loads(line) for line in (ROOT / out / "rl/metrics.jsonl").open()]
-    plot_runs(
-        rows, [f"metrics/{env['id']}/{name}" for name in recipe["plot"]], ROOT / out / "curves.png"
-    )
     samples = pick_samples(found)
     gains = np.array(found["after"]["rewards"]) - np.array(found["before"]["rewards"])
     report = {
@@ -180,6 +186,9 @@ def main() -> None:
     }
     (ROOT / out / "report.json").write_text(json.dumps(report, indent=2) + "\n")
     (ROOT / out / "samples.json").write_text(json.dumps(samples, indent=2) + "\n")
+    plot_runs(
+        rows, [f"metrics/{env['id']}/{name}" for name in recipe["plot"]], ROOT / out / "curves.png"
+    )
     for sample in samples:
         print(
             f"\n{sample['prompt']!r}"
