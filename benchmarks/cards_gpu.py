@@ -1,10 +1,15 @@
 """What fits on a card: `rl` by model, way of training and size of the card, as estimated and as measured.
 
-    python benchmarks/cards_gpu.py [--models Qwen3-0.6B …] [--ways full lora no-merge 8-bit] [--cards 16 24 …]
+    python benchmarks/cards_gpu.py [--models Qwen3-0.6B …] [--ways full lora …] [--cards 16 24 …] [--steps n]
 
 Each cell is a run of `rl` on random weights, 128 rollouts of 256 + 512 tokens a step in groups of 16, in a process that
-may use no more of the GPU than such a card has (HONE_GPU_GIB). A line of JSON a cell: the estimate of `--dry-run`, the
-peak, whether the run went through, seconds of a step and tokens/s of decoding and training.
+may use no more of the GPU than such a card has (HONE_GPU_GIB). Nothing else may be on the GPU. `full` and `lora` are
+each the first of several settings that fits the card by the estimate; cells that fit by none are listed without a run.
+`--rollouts`, `--prompt` and `--completion` shorten a run that is to prove that a model fits.
+
+A line of JSON a cell: the settings, the estimate (`needs_gib`), what was in use without the keys and values of further
+sequences (`used_gib`), sequences that decode at once, seconds of a step, tokens/s of decoding and training, and the
+difference between the logprobs of sampler and trainer.
 """
 
 import argparse
@@ -13,75 +18,152 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 from model_shapes import MODELS, write_shape
 from peer import ROOT, finish, median, with_tasks
 
-PROMPT, COMPLETION, ROLLOUTS, GROUP = 256, 512, 128, 16
 SYSTEM = 7  # tokens of a prompt beside the text
+GIB = 2**30
+SHORT_STATE = ("--trainer.optim.state-dtype", "bfloat16")
+OFFLOAD = (*SHORT_STATE, "--trainer.optim.offload")
 LORA = ("--trainer.lora.rank", "16")
+NO_MERGE = (*LORA, "--trainer.lora.no-merge")
+EIGHT_BIT = (*LORA, "--trainer.lora.base-bits", "8")
+# Settings of each way, the fastest first.
 WAYS = {
-    "full": (),
-    "full, moments in bf16, offload": (
-        "--trainer.optim.state-dtype",
-        "bfloat16",
-        "--trainer.optim.offload",
-    ),
-    "lora": LORA,
-    "no-merge": (*LORA, "--trainer.lora.no-merge"),
-    "8-bit": (*LORA, "--trainer.lora.base-bits", "8"),
+    "full": {"": (), "moments in bf16": SHORT_STATE, "moments in bf16, offload": OFFLOAD},
+    "lora": {"": LORA, "not merged": NO_MERGE, "base in 8 bits": EIGHT_BIT},
+    "offload": {"moments in bf16, offload": OFFLOAD},
+    "no-merge": {"not merged": NO_MERGE},
+    "8-bit": {"base in 8 bits": EIGHT_BIT},
 }
+GOOD_SEQUENCES = 16  # a setting with fewer at once is taken only if there is no other
 
 
-def run_cell(model: Path, way: str, card: int, steps: int) -> dict:
+def list_words(model: Path, run: Path, args: argparse.Namespace) -> list[str]:
+    characters = args.prompt - SYSTEM
+    task = {"texts": "generated", "min_chars": characters, "max_chars": characters}
+    words = ["--model.name", str(model), "--output-dir", str(run)]
+    words += ["--orchestrator.env", json.dumps({"id": "any_text", "args": task})]
+    words += ["--orchestrator.batch-size", str(args.rollouts)]
+    words += ["--orchestrator.rollouts-per-example", "16"]
+    words += ["--orchestrator.sampling.max-tokens", str(args.completion)]
+    words += ["--orchestrator.no-drop-zero-signal", "--seq-len", str(args.prompt + args.completion)]
+    return [*words, "--max-steps", str(args.steps), "--log-interval", "1"]
+
+
+def choose_setting(words: list[str], model: Path, way: str, card: int):
+    """Return (name, words, need, sequences at once) of the first setting that fits a card, else of the last."""
     from hone.config.base import load_config
     from hone.config.rl_config import RLConfig
     from hone.launch.card_fit import CARD_GIB, need_on
     from hone.models.families import parse_model_config
     from hone.models.spec import read_model_config
 
-    characters = PROMPT - SYSTEM
-    args = {"texts": "generated", "min_chars": characters, "max_chars": characters}
+    spec = parse_model_config(read_model_config(model))
+    found = []
+    for name, more in WAYS[way].items():
+        need = need_on(load_config(RLConfig, [*words, *more]), spec, 2, card)
+        found.append((name, more, need, need.sequences_at_once(CARD_GIB[card])))
+    for least in (GOOD_SEQUENCES, 1):
+        for setting in found:
+            if setting[-1] >= least:
+                return setting
+    return found[-1]
+
+
+class GpuMemory:
+    """The largest memory in use on the GPU while a block runs, in bytes."""
+
+    def __enter__(self):
+        words = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+        self.peak = 0
+        self.process = subprocess.Popen([*words, "-lms", "100"], stdout=subprocess.PIPE, text=True)
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+        return self
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.peak = max(self.peak, int(line) * 2**20)
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        self.process.wait()
+        self.reader.join()
+
+
+def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict:
+    from hone.launch.card_fit import CARD_GIB
+
     with tempfile.TemporaryDirectory(prefix="cards_gpu") as directory:
         run = Path(directory) / "run"
-        words = ["--model.name", str(model), "--model.random-init", "--output-dir", str(run)]
-        words += ["--orchestrator.env", json.dumps({"id": "any_text", "args": args})]
-        words += ["--orchestrator.batch-size", str(ROLLOUTS)]
-        words += ["--orchestrator.rollouts-per-example", str(GROUP)]
-        words += ["--orchestrator.sampling.max-tokens", str(COMPLETION)]
-        words += ["--orchestrator.no-drop-zero-signal", "--seq-len", str(PROMPT + COMPLETION)]
-        words += ["--max-steps", str(steps), "--log-interval", "1", *WAYS[way]]
-        need = need_on(
-            load_config(RLConfig, words), parse_model_config(read_model_config(model)), 2, card
-        )
-        assert need is not None
+        words = list_words(model, run, args)
+        name, more, need, at_once = choose_setting(words, model, way, card)
         cell = {
             "card_gb": card,
             "way": way,
-            "needs_gib": need.least_bytes / 2**30,
-            "expected": need.fits(CARD_GIB[card]),
+            "setting": name,
+            "needs_gib": need.least_bytes / GIB,
+            "fits": at_once > 0,
         }
+        if not at_once:
+            return cell
         env = with_tasks() | {"HONE_GPU_GIB": str(CARD_GIB[card])}
-        command = [sys.executable, "-m", "hone", "rl", *words]
-        done = subprocess.run(
-            command, cwd=ROOT, env={**os.environ, **env}, capture_output=True, text=True
-        )
-        cell["fits"] = done.returncode == 0
+        with GpuMemory() as memory:
+            done = subprocess.run(
+                [sys.executable, "-m", "hone", "rl", *words, *more],
+                cwd=ROOT,
+                env={**os.environ, **env},
+                capture_output=True,
+                text=True,
+            )
         if done.returncode:
-            return cell | {"error": (done.stderr.strip().splitlines() or [""])[-1][:300]}
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()][1:]
+            if (folder := os.environ.get("OUT")) is not None:
+                log = done.stdout + done.stderr
+                (Path(folder) / f"{model.name}-{way}-{card}.log").write_text(log)
+            error = (done.stderr.strip().splitlines() or [""])[-1][:300]
+            return cell | {"fits": False, "in_use_gib": memory.peak / GIB, "error": error}
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
+    cache = rows[-1]["perf/kv_cache"]
+    used = memory.peak / GIB - cache + need.sequence / GIB
+    later = rows[1:] or rows
     middle = {
-        key: median([row[key] for row in rows])
+        key: median([row[key] for row in later])
         for key in ("time/step", "time/generate", "time/train")
     }
-    trained = ROLLOUTS * COMPLETION + ROLLOUTS // GROUP * PROMPT
+    trained = args.rollouts * args.completion + args.rollouts // 16 * args.prompt
     return cell | {
-        "peak_gib": max(row["perf/peak_memory"] for row in rows),
+        "at_once": min(args.rollouts, int(cache * GIB // need.sequence)),
+        "used_gib": used,
+        "estimate_over_used": need.least_bytes / GIB / used,
+        "allocated_gib": rows[-1]["perf/peak_memory"] - cache + need.sequence / GIB,
+        "in_use_gib": memory.peak / GIB,
         "step_s": middle["time/step"],
-        "decoded_tokens_per_s": ROLLOUTS * COMPLETION / middle["time/generate"],
+        "decoded_tokens_per_s": args.rollouts * args.completion / middle["time/generate"],
         "trained_tokens_per_s": trained / middle["time/train"],
+        "mismatch_kl": rows[0]["mismatch_kl/mean"],
+        "reward_first": rows[0]["reward/mean"],
+        "reward_last": rows[-1]["reward/mean"],
     }
+
+
+def write_weights(directory: Path, name: str) -> None:
+    """Write a model's directory with random weights in bf16; run in a process of its own."""
+    import torch
+
+    from hone.models.families import parse_model_config
+    from hone.models.hf import empty_model, save_model
+
+    source = directory.with_name("shape")
+    write_shape(source, name)
+    model = empty_model(parse_model_config(MODELS[name]), torch.bfloat16, "cuda")
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in key else parameter.normal_(0.0, 0.02)
+    save_model(model, source, directory)
 
 
 def main() -> None:
@@ -89,16 +171,25 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["Qwen3-0.6B", "Qwen3-4B"])
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["full", "lora"])
     parser.add_argument("--cards", nargs="+", type=int, default=[16, 24, 32, 48, 80, 141])
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--rollouts", type=int, default=128)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--completion", type=int, default=512)
+    parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.write is not None:
+        write_weights(args.write, args.models[0])
+        return
     for name in args.models:
         with tempfile.TemporaryDirectory(prefix="cards_gpu") as directory:
-            write_shape(Path(directory) / "model", name)
+            model = Path(directory) / name
+            words = [sys.executable, __file__, "--models", name, "--write", str(model)]
+            subprocess.run(words, check=True, env={**os.environ, **with_tasks()})
             for way in args.ways:
                 for card in args.cards:
-                    finish(model=name, **run_cell(Path(directory) / "model", way, card, args.steps))
+                    finish(model=name, **run_cell(model, way, card, args))
 
 
 if __name__ == "__main__":

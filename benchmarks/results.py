@@ -13,6 +13,8 @@ import json
 import os
 import platform
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,11 +55,21 @@ def describe_machine() -> str:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    if torch is None and (names := _list_gpus()):
+        return f"{len(names)} x {names[0]}"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     models = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     forced = f", {os.environ['HONE_CPU_ISA']} forced" if os.environ.get("HONE_CPU_ISA") else ""
     return f"{next(models, platform.processor())}, {os.cpu_count()} cores{forced}"
+
+
+def _list_gpus() -> list[str]:
+    """Return the names of the GPUs without opening one."""
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if shutil.which(words[0]) is None:
+        return []
+    return subprocess.run(words, capture_output=True, text=True).stdout.split("\n")[:-1]
 
 
 def describe_versions() -> str:

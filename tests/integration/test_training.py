@@ -191,8 +191,8 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
     names = """progress/step progress/samples progress/tokens reward/mean reward/reverse-text
         metrics/reverse-text/exact_match batch/solve_none batch/solve_all batch/effective_batch_size batch/async_level
         batch/off_policy_level/max seq_len/mean prompt_len/mean completion_len/mean is_truncated/mean time/step
-        time/generate time/train perf/throughput perf/peak_memory optim/lr optim/grad_norm loss/mean entropy/mean
-        entropy/std mismatch_kl/mean mismatch_kl/max is_masked/mean"""
+        time/generate time/train perf/throughput perf/peak_memory perf/kv_cache optim/lr optim/grad_norm loss/mean
+        entropy/mean entropy/std mismatch_kl/mean mismatch_kl/max is_masked/mean"""
     assert set(names.split()) <= row.keys()
     rollouts = [
         json.loads(line) for line in (out / "rollouts" / "step_3" / "rollouts.jsonl").open()

@@ -52,6 +52,11 @@ class KVCache:
             else None
         )
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all pages; on a CPU, pages that were never used take no memory."""
+        return self.store.nbytes + (0 if self.routing is None else self.routing.nbytes)
+
     def note_routing(
         self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
     ) -> None:

@@ -189,6 +189,7 @@ class InProcessSource:
         now = time.perf_counter()
         values["time/step"], self.since = now - self.since, now
         values["perf/throughput"] = values["progress/tokens"] / values["time/step"]
+        values["perf/kv_cache"] = self.service.engine.cache.nbytes / 2**30
         self.events.on_rollouts(step, values, partial(tracker_rows, step, self.collected.groups))
         return values
 
