@@ -16,6 +16,7 @@ from hone.models.families import parse_model_config
 from hone.models.hf import find_weight, load_model, write_model
 from hone.models.layers import Linear
 from hone.models.lora import (
+    LoRA,
     Merged,
     adapter_tensors,
     add_lora,
@@ -310,3 +311,28 @@ def test_eight_bits_are_counted_in_the_estimate():
         sum(x.numel() * x.element_size() for x in held if x.dtype != torch.int64), rel=0.1
     )
     assert found < estimate_rl(spec, TrainerConfig(lora=LoRAConfig()), 100, 2, 100).weights
+
+
+@pytest.mark.parametrize("share_of_last_digit", [0.02, 0.2, 2.0, 20.0])
+def test_a_merged_weight_of_bfloat16_keeps_what_the_adapter_adds(share_of_last_digit):
+    """Of each output, over inputs that the adapter's direction meets; nearest rounding loses the small ones."""
+    generator = torch.Generator().manual_seed(0)
+    layer = Linear(1536, 64)
+    layer.weight.data = (
+        torch.randn(64, 1536, generator=generator).clamp(-3, 3).add(4).to(torch.bfloat16)
+    )
+    lora = LoRA(layer, ["x"], [64], LoRAConfig(rank=1, alpha=1, targets=["q_proj"]))
+    lora.targets = ["x"]
+    direction = torch.where(torch.rand(1536, generator=generator) > 0.5, 1.0, -1.0)
+    unit = 2.0**-6  # the last digit of bfloat16 from 2 to 4
+    lora.A, lora.B = torch.nn.Parameter(direction[None]), torch.nn.Parameter(torch.ones(64, 1))
+    lora.B.data *= share_of_last_digit * unit
+    merged = lora.merge_into(layer.weight)
+    assert merged.dtype == torch.bfloat16
+    added = (merged.float() - layer.weight.float()) @ direction / len(direction)
+    expected = share_of_last_digit * unit
+    noise = unit / len(direction) ** 0.5
+    assert (added.mean() - expected).abs() < 4 * noise / 8
+    assert (added - expected).abs().max() < 5 * noise
+    lora.B.data.zero_()
+    assert torch.equal(lora.merge_into(layer.weight), layer.weight)

@@ -29,7 +29,7 @@ def apply_limit(device: torch.device) -> None:
     free, total = torch.cuda.mem_get_info(device)
     context = total - free - torch.cuda.memory_reserved(device)  # and other processes
     share = max(0.0, min(1.0, (limit - context) / total))
-    torch.cuda.set_per_process_memory_fraction(share, device)
+    torch.cuda.set_per_process_memory_fraction(share, device.index)
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:

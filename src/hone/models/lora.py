@@ -23,6 +23,7 @@ from hone.config.lora_config import LoRAConfig
 from hone.kernels import numerics
 from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
+from hone.models.dithering import dither_
 from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import hf_names, split_rows
 from hone.models.layers import Linear
@@ -84,7 +85,7 @@ class LoRA(nn.Module):
     @torch.no_grad()
     def merge_into(self, weight_OI: Tensor) -> Tensor:
         """Return a fused weight with the adapter merged, as samplers use it."""
-        return self.add_to(weight_OI).to(weight_OI.dtype)
+        return self.add_to(weight_OI, weight_OI.dtype)
 
     def named_pairs(self, whole: Whole = _as_it_is) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield each HF linear with its A and B, unscaled and detached.
@@ -95,19 +96,22 @@ class LoRA(nn.Module):
         of_b = whole(self.B.detach()).split([self.heights[name] for name in self.targets])
         yield from zip(self.targets, of_a, of_b, strict=True)
 
-    def add_to(self, weight_OI: Tensor, whole: Whole = _as_it_is) -> Tensor:
-        """Return a fused weight with the adapter merged, in fp32."""
+    def add_to(self, weight_OI: Tensor, dtype: torch.dtype, whole: Whole = _as_it_is) -> Tensor:
+        """Return a fused weight with the adapter merged, in `dtype`."""
         merged = weight_OI.to(torch.float32, copy=True)
         rows = dict(zip(self.heights, merged.split(list(self.heights.values())), strict=True))
         for name, a, b in self.named_pairs(whole):
-            _add_product(rows[name], a, b, self.config.scale)
-        return merged
+            _add_product(rows[name], a, b, self.config.scale, dtype)
+        return merged.to(dtype)
 
 
-def _add_product(weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float) -> None:
-    """Add scale * B A to the weight, in place and in fp32."""
+def _add_product(
+    weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype
+) -> None:
+    """Add scale * B A to an fp32 weight of one HF linear in place, rounded to numbers of `dtype`."""
     a, b = (x.to(weight_OI.device, torch.float32) for x in (a_RI, b_OR))
     weight_OI.addmm_(b, a, alpha=scale)
+    dither_(weight_OI, dtype)
 
 
 @torch.no_grad()
@@ -132,7 +136,7 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
             weight.copy_(saved)
         if a is not None and b is not None:
             merged = weight.to(torch.float32, copy=True)
-            _add_product(merged, a, b, scale)
+            _add_product(merged, a, b, scale, weight.dtype)
             weight.copy_(merged)
     surplus = sorted({name.removeprefix("base_model.model.") for name in tensors} - used)
     if surplus:

@@ -118,7 +118,7 @@ class Export:
             if name.endswith(".weight"):
                 delta = getattr(modules[name.removesuffix(".weight")], "delta", None)
             if isinstance(delta, LoRA) and merged:
-                value = delta.add_to(value, gather_whole)
+                value = delta.add_to(value, self.dtype, gather_whole)
             if name in copies:
                 copies[name].copy_(value)
         return self._copy
