@@ -159,10 +159,15 @@ def _run_command(command: str, argv: list[str]) -> int:
 
 def _out_of_memory(error: Exception, config) -> str:  # type: ignore[no-untyped-def]
     """Return the message for an out-of-memory error: request, estimate, and keys that reduce it."""
-    from hone.launch.estimate import memory_lines
+    import torch
 
+    from hone.launch.estimate import memory_lines
+    from hone.models.device_memory import total_bytes
+
+    card_bytes = total_bytes(torch.device("cuda")) if torch.cuda.is_available() else None
     said = ". ".join(str(error).split(". ")[:2]).removesuffix(".")
-    expected = "".join(f"\n  about: {line}" for line in memory_lines(config.resolve_config()))
+    lines = memory_lines(config.resolve_config(), card_bytes)
+    expected = "".join(f"\n  about: {line}" for line in lines)
     return f"out of memory: {said}{expected}\n  keys that reduce memory: {config.MEMORY_KEYS}"
 
 

@@ -3,6 +3,8 @@
 import logging
 from typing import TypedDict
 
+import torch
+
 from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
@@ -44,6 +46,7 @@ def plan_cache(
             most,
         )
         return Room(max_batch_size=batch, kv_cache_gib=gib)
+    torch.cuda.empty_cache()  # the cache is one allocation, which fits none of the freed blocks
     free, total = free_and_total_bytes(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)

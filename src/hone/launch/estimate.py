@@ -15,21 +15,23 @@ from hone.launch.card_fit import fit_lines
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
 from hone.trainer.memory_estimate import Estimate
-from hone.trainer.memory_plan import estimate_training
+from hone.trainer.memory_plan import choose_memory, estimate_training
 
 HUB_TIMEOUT_SECONDS = 5.0
 
 
-def memory_lines(config: Config) -> list[str]:
+def memory_lines(config: Config, card_bytes: int | None = None) -> list[str]:
     """Return lines of text that estimate the memory of training and of sampling.
 
-    A part that `config` does not run has no line. If the model's config.json is neither here nor
-    available from the hub, or if vLLM runs the model, the only line says so. Raises ValueError if
-    config.json cannot be read.
+    "auto" keys have the values that they get on a GPU of `card_bytes`; None: no GPU. A part that
+    `config` does not run has no line. If the model's config.json is neither here nor available from
+    the hub, or if vLLM runs the model, the only line says so. Raises ValueError if config.json
+    cannot be read.
     """
     found = _find_model(config)
     if isinstance(found, str):
         return [found] if found else []
+    config = choose_memory(config, found.spec, found.itemsize, card_bytes)
     training = estimate_training(config, found.spec, found.itemsize)
     lines = [] if training is None else [_training_line(config, found.dtype, *training)]
     return lines + _sampling_lines(config, found.spec, found.dtype, found.itemsize)
