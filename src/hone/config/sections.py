@@ -133,8 +133,8 @@ class OptimConfig(Config):
     orthogonalised momentum, and the other weights by AdamW with the same learning rate."""
     lr: Annotated[float, Field(ge=0)] | Literal["auto"] = "auto"
     """Peak learning rate, reached at the end of warm-up. auto: for AdamW 1e-6 in `rl` for all weights of a model of 4
-    billion or more, up to 1e-5 for smaller ones; ten times that with LoRA; and ten times that again in `sft`. For Muon
-    2e-3."""
+    billion or more, and more for smaller ones (1e-5 for 130 million, 3e-4 for a million); ten times that with LoRA; and
+    ten times that again in `sft`. For Muon 2e-3."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay, applied to matrices only, not to norms and biases."""
     betas: tuple[float, float] = (0.9, 0.999)

@@ -34,14 +34,14 @@ MUON_LR = 2e-3
 def choose_lr(optim: OptimConfig, lora: LoRAConfig | None, weights: int, is_rl: bool) -> float:
     """Return the peak learning rate; "auto" is chosen by the model's size and what is trained.
 
-    Smaller models take larger steps: by the power 2/3 of their size, at most ten times larger.
+    Smaller models take larger steps: by the power 2/3 of their size, at most 300 times larger.
     LoRA takes ten times those of all weights (Schulman et al. 2025, "LoRA Without Regret").
     """
     if optim.lr != "auto":
         return float(optim.lr)
     if optim.type == "muon":
         return MUON_LR
-    by_size = min(10.0, max(1.0, (LARGE_MODEL_WEIGHTS / weights) ** (2 / 3)))
+    by_size = min(300.0, max(1.0, (LARGE_MODEL_WEIGHTS / weights) ** (2 / 3)))
     return LARGE_MODEL_LR * by_size * (1 if lora is None else 10) * (1 if is_rl else 10)
 
 
