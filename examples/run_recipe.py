@@ -1,10 +1,11 @@
 """Run a recipe by the commands that a user types, with an evaluation before and after RL on the same held-out examples.
 
-usage: python examples/run_recipe.py RECIPE [--seed n] [--out DIR] [--rl-steps n] [--kv-cache-gib n]
+usage: python examples/run_recipe.py RECIPE [--seed n] [--out DIR] [--rl-steps n] [--kv-cache-gib n] [--defaults]
 
 RECIPE is a folder here with a recipe.toml. Its model is made from the environment's texts, or is the pretrained one
 that `scripts/pretrained.py` writes; with an sft.toml the recipe begins with a supervised warm-up. Ends with a line of
 the paired gain and some answers before and after, and writes OUT/report.json, OUT/samples.json and OUT/curves.png.
+`--defaults` gives `rl` no more than model, environment, number of steps and length of an answer.
 """
 
 import argparse
@@ -120,6 +121,9 @@ def main() -> None:
     parser.add_argument(
         "--kv-cache-gib", help="memory for keys and values, where several runs share a GPU"
     )
+    parser.add_argument(
+        "--defaults", action="store_true", help="RL with the defaults instead of the recipe's keys"
+    )
     args = parser.parse_args()
     folder, seed = Path("examples") / args.recipe, str(args.seed)
     if not (ROOT / folder / "recipe.toml").is_file():
@@ -133,7 +137,8 @@ def main() -> None:
     )
     shutil.rmtree(ROOT / out, ignore_errors=True)
     recipe = tomllib.loads((ROOT / folder / "recipe.toml").read_text())
-    env = tomllib.loads((ROOT / folder / "rl.toml").read_text())["orchestrator"]["env"][0]
+    keys = tomllib.loads((ROOT / folder / "rl.toml").read_text())
+    env = keys["orchestrator"]["env"][0]
     env.setdefault("args", {})
     place, start = ["-p", str(folder)], time.perf_counter()
     data_args = env["args"] | recipe.get("data", {}).get("args", {})
@@ -164,6 +169,11 @@ def main() -> None:
     evaluate_as("before", model)
     steps = ["--max-steps", str(args.rl_steps)] if args.rl_steps else []
     words = ["rl", "@", str(folder / "rl.toml"), "--model.name", model]
+    if args.defaults:
+        words = ["rl", "--model.name", model, "--orchestrator.env", json.dumps(env)]
+        most_tokens = str(keys["orchestrator"]["sampling"]["max_tokens"])
+        words += ["--orchestrator.sampling.max-tokens", most_tokens]
+        words += [] if steps else ["--max-steps", str(keys["max_steps"])]
     words += ["--inference.kv-cache-gib", args.kv_cache_gib] if engine else []
     begun = time.perf_counter()
     run(*words, "--output-dir", str(out / "rl"), *common, *steps)
