@@ -123,11 +123,16 @@ def heads_attention(
 
 
 def head_logprobs(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, temperature_N: Tensor
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    temperature_N: Tensor,
+    cap: float | None = None,
 ) -> tuple[Tensor, ...]:
     """All logits at once; both results have gradients."""
-    logprobs_NV = torch.log_softmax(
-        at_least_fp32(hidden_ND @ weight_VD.t()) / temperature_N[:, None], dim=-1
-    )
+    logits_NV = at_least_fp32(hidden_ND @ weight_VD.t())
+    if cap is not None:
+        logits_NV = cap * torch.tanh(logits_NV / cap)
+    logprobs_NV = torch.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
     entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(dim=-1)
     return logprobs_NV.gather(1, targets_N[:, None]).squeeze(1), entropy_N

@@ -253,7 +253,7 @@ def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):
 def test_the_estimate_after_running_out_of_memory_has_the_micro_batches_of_the_gpu(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     words = ["--model.name", str(tmp_path), "--model.dtype", "bfloat16", "--trainer.lora.rank", "8"]
-    words += ["--orchestrator.env", "reverse-text"]
+    words += ["--orchestrator.env", '{"id": "reverse-text"}']
     config = load_config(RLConfig, words)
     small, whole = (memory_lines(config, card)[0] for card in (16 * 2**30, None))
     assert "up to 16,384 tokens" in whole and "up to 16,384 tokens" not in small

@@ -228,8 +228,8 @@ def test_what_cannot_be_configured():
         match="optim.type: muon moves whole weights, which lora freezes; for adapters set it to adamw",
     ):
         TrainerConfig.model_validate({"lora": {"rank": 4}, "optim": {"type": "muon"}})
-    with pytest.raises(ValidationError, match="targets"):
-        LoRAConfig(targets=["proj"])
+    with pytest.raises(ValueError, match="proj has no adapter in this model; q_proj"):
+        add_lora(made(), LoRAConfig(targets=["proj"]), seed=0)
 
 
 @pytest.mark.parametrize("inputs", [1, 7, 64, 96, 128, 576, 640])

@@ -404,18 +404,19 @@ def test_the_reference_is_where_training_started():
     )
 
 
+@pytest.mark.parametrize("cap", [None, 3.0])
 @pytest.mark.parametrize("rows", [3, 100])
-def test_head_in_chunks_equals_all_logits_at_once(rows):
+def test_head_in_chunks_equals_all_logits_at_once(rows, cap):
     torch.manual_seed(0)
     hidden, weight = torch.randn(10, 8, requires_grad=True), torch.randn(30, 8, requires_grad=True)
     targets, temperature = torch.randint(0, 30, (10,)), torch.linspace(0.5, 1.5, 10)
     results = []
-    for function in (lambda *x: _Head.apply(*x, rows), twins.head_logprobs):
-        logprobs, entropy = function(hidden, weight, targets, temperature)
+    inputs = (hidden, weight, targets, temperature)
+    for logprobs, entropy in (_Head.apply(*inputs, rows, cap), twins.head_logprobs(*inputs, cap)):
         slopes = torch.linspace(-1, 1, 10)
         total = (logprobs * slopes + entropy * slopes.flip(0)).sum()
         results.append((logprobs, entropy, *torch.autograd.grad(total, (hidden, weight))))
     for one, two in zip(*results, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
-    plain, _ = head_logprobs(hidden, weight, targets, temperature)
+    plain, _ = head_logprobs(*inputs, cap=cap)
     torch.testing.assert_close(plain, results[1][0])

@@ -203,4 +203,4 @@ def test_unsupported_configurations_are_refused_by_name(change, message):
     )
     config = {k: v for k, v in config.items() if v is not None}
     with pytest.raises(ValueError, match=message):
-        parse_model_config(config)
+        parse_model_config(config, implementation="hone")

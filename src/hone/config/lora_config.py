@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field
 from hone.config.base import Config, parse_untyped
 from hone.config.sections import OptimConfig, Positive, as_list
 
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+Target = str  # last part of a linear's HF name, as q_proj
 Saved = Literal[
     "embed_tokens",
     "lm_head",
@@ -30,7 +30,8 @@ class LoRAConfig(Config):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is set to zero at random while training."""
     targets: Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)] | None = None
-    """Linear layers that get an adapter; unless given all of the blocks, of a mixture of experts those of attention."""
+    """Linear layers that get an adapter, by the last part of their names, as q_proj; unless given all of the blocks, of
+    a mixture of experts those of attention."""
     modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] = Field(default=[])
     """Modules whose own weights are trained too, and saved with the adapter."""
     start_from: Path | None = None

@@ -92,6 +92,9 @@ class ModelConfig(Config):
     """How the model writes tool calls (docs/inference.md); auto is as its chat template teaches."""
     random_init: bool = False
     """Start from random weights drawn with `seed`; the directory then needs only a config and a tokenizer."""
+    implementation: Literal["auto", "hone", "transformers"] = "auto"
+    """What computes the model: hone is Hone's own blocks and kernels; transformers is transformers' modules, for any of
+    its causal language models, and slower; auto takes Hone's where there are some for the model. The log says which."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number type of weights and activations; auto is bfloat16 on a GPU and float32 on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -13,11 +13,17 @@ from torch import Tensor
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.kernels import gpu
-from hone.kernels.decode import DecodeRows, attend_by_pages, attend_by_pages_reference, takes_pages
+from hone.kernels.decode import (
+    DecodeRows,
+    attend_by_pages,
+    attend_by_pages_reference,
+    read_pages,
+    takes_pages,
+)
 from hone.kernels.pinned_memory import to_device
 from hone.models.attention_layouts import Heads
+from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec
-from hone.models.transformer import Transformer
 
 # GPU kernels' tiles divide a page; on a CPU short prompts are worth sharing. With multiples of 16
 # the CPU's attention gives the same bits however a sequence is split.
@@ -58,7 +64,7 @@ class KVCache:
         return self.store.nbytes + (0 if self.routing is None else self.routing.nbytes)
 
     def note_routing(
-        self, model: Transformer, cells_T: Tensor, kept_N: Tensor | None = None
+        self, model: LanguageModel, cells_T: Tensor, kept_N: Tensor | None = None
     ) -> None:
         """Record the experts that the last forward pass chose for its tokens.
 
@@ -116,7 +122,7 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
-        if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
+        if heads.rotation is not None and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             from hone.kernels.gpu.decode import decode
 
             scales = (heads.q_scale_E, heads.k_scale_E)
@@ -137,5 +143,14 @@ class DecodeAttention:
                 self.cache.hidden_size,
             )
         q, k, v = heads(qkv_BNE)
+        if heads.options is not None:
+            k_BLKE, v_BLKE, distance_BL = read_pages(k, v, keys, values, rows)
+            out_BH1E = heads.options.attend(
+                q.unsqueeze(2),
+                k_BLKE.transpose(1, 2),
+                v_BLKE.transpose(1, 2),
+                distance_BL[:, None, None],
+            )
+            return out_BH1E.reshape(len(q), -1)
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)

@@ -9,7 +9,7 @@ from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
 from hone.models.device_memory import free_and_total_bytes
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 
 # On a CPU: the most GiB, and the share of the machine's memory.
 CPU_GIB = 8.0
@@ -26,7 +26,7 @@ class Room(TypedDict):
 
 
 def plan_cache(
-    config: EngineConfig, model: Transformer, length: int | None, reserved: int = 0
+    config: EngineConfig, model: LanguageModel, length: int | None, reserved: int = 0
 ) -> Room:
     """Return max_batch_size and kv_cache_gib: as configured, else by the free memory of the device.
 

@@ -19,9 +19,10 @@ from hone.engine.token_sampler import TokenSampler
 from hone.kernels import gpu, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows
+from hone.kernels.head import cap_logits
 from hone.kernels.linear import exact_logits
 from hone.models.adapters import Adapters
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 
 PACKED_STEPS = 16  # steps of a small CPU model per call: Python's overhead equals one step
 
@@ -35,7 +36,7 @@ class Decoder:
         stays_on_device: True if a step needs no host work, so that CUDA graphs can capture it.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, slots: Slots) -> None:
+    def __init__(self, model: LanguageModel, cache: KVCache, slots: Slots) -> None:
         self.model = model
         self.cache = cache
         self.slots = slots
@@ -83,12 +84,11 @@ class Decoder:
                 from hone.kernels.gpu.row_kernels import newest_embeddings
 
                 x_BD = newest_embeddings(self.model.embed.weight, active_B, state)
-                positions_B = None
+                hidden_BD = self.model.forward_embedded(x_BD, None, attention)
             else:
                 state_BF = state[active_B]
-                x_BD = self.model.embed(state_BF[:, column.LAST])
-                positions_B = state_BF[:, column.LENGTH]
-            hidden_BD = self.model.forward_embedded(x_BD, positions_B, attention)
+                newest_B, positions_B = state_BF[:, column.LAST], state_BF[:, column.LENGTH]
+                hidden_BD = self.model(newest_B, positions_B, attention)
         if self.cache.routing is not None:
             size = self.cache.pool.size
             length_B = state[active_B, column.LENGTH]
@@ -112,10 +112,11 @@ class Decoder:
             The logits (B x V) if they were computed, else None.
         """
         weight_VD = self.model.head_weight_VD
-        is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head")
+        cap = self.model.spec.logit_cap
+        is_plain = kind == TokenSampler.PLAIN and not numerics.keeps_order("head") and cap is None
         if not is_logits and is_plain and gpu.takes_head(result_BD):
             self.sampler.sample_hidden(result_BD, weight_VD, active_B, advance)
             return None
-        logits_BV = result_BD if is_logits else exact_logits(result_BD, weight_VD)
+        logits_BV = result_BD if is_logits else cap_logits(exact_logits(result_BD, weight_VD), cap)
         self.sampler.sample_tokens(logits_BV, active_B, kind, advance)
         return logits_BV

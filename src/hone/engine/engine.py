@@ -36,8 +36,8 @@ from hone.kernels.cuda_graphs import Captured
 from hone.kernels.decode import DecodeRows
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import read_adapter
+from hone.models.language_model import LanguageModel
 from hone.models.lora import lora_modules
-from hone.models.transformer import Transformer
 from hone.records import Completion, ContextFull, GenerateRequest
 
 PREFILL_TOKENS = 32768  # prompt tokens computed before decoding continues …
@@ -85,7 +85,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         *,
         max_batch_size: int = 256,
         max_model_len: int | None = None,
@@ -149,7 +149,7 @@ class Engine:
         self._under_way: _Look | None = None  # launched, not examined yet
         self._has_deadlines = False
 
-    def with_model(self, model: Transformer, version: int) -> "Engine":
+    def with_model(self, model: LanguageModel, version: int) -> "Engine":
         """Return an engine with the same settings over another model, without requests."""
         own = model.spec.max_position_embeddings
         limit = None if self.configured_len is None else min(self.configured_len, own)
@@ -553,7 +553,7 @@ class Engine:
 
 
 def _find_limits(
-    model: Transformer, max_model_len: int | None, kv_cache_gib: float
+    model: LanguageModel, max_model_len: int | None, kv_cache_gib: float
 ) -> tuple[int, int]:
     """Return the longest sequence and the size of the cache, both in tokens.
 

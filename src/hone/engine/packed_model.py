@@ -19,6 +19,7 @@ from hone.engine.slots import Slots
 from hone.kernels import cpu, row_state
 from hone.kernels.decode import DecodeRows
 from hone.kernels.linear import LARGE_WEIGHT
+from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.lora import lora_modules
 from hone.models.transformer import Block, Transformer
@@ -67,7 +68,8 @@ class PackedModel:
     `is_stale` is set.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache) -> None:
+    def __init__(self, model: LanguageModel, cache: KVCache) -> None:
+        assert isinstance(model, Transformer)
         self.model = model
         self.cache = cache
         self.parameters = list(model.parameters())
@@ -85,7 +87,7 @@ class PackedModel:
         self._packed: dict[int, Tensor] = {}
 
     @staticmethod
-    def supports_model(model: Transformer) -> bool:
+    def supports_model(model: LanguageModel) -> bool:
         weights = [p for p in model.parameters() if p.dim() == 2]
         is_small = model.spec.has_fast_paths and all(
             weight.numel() <= LARGE_WEIGHT for weight in weights

@@ -25,13 +25,19 @@ from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
-from hone.models.attention_layouts import ContinuedAttention, Heads, PackedAttention, flash_varlen
+from hone.models.attention_layouts import (
+    AttentionOptions,
+    ContinuedAttention,
+    Heads,
+    PackedAttention,
+    flash_varlen,
+)
 from hone.models.eight_bit import count_weights
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 
 # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory.
 WORTH_A_GRAPH = 2e13
-Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions | None], Tensor]
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Prefill:
     """Prefill passes of an engine. `captured` holds their CUDA graphs, or is None."""
 
     def __init__(
-        self, model: Transformer, cache: KVCache, adapters: Adapters, captured: Captured | None
+        self, model: LanguageModel, cache: KVCache, adapters: Adapters, captured: Captured | None
     ) -> None:
         self.model = model
         self.cache = cache
@@ -91,9 +97,7 @@ class Prefill:
         )
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
-            hidden_PD = self.model.forward_embedded(
-                self.model.embed(tokens_T), positions_T, attention, kept_P
-            )
+            hidden_PD: Tensor = self.model(tokens_T, positions_T, attention, kept_P)
         self.cache.note_routing(self.model, cells_T, kept_P)
         return hidden_PD
 
@@ -140,11 +144,13 @@ class Prefill:
         """Build the attention of the chunks over themselves and their cached prefixes."""
         if not any(before):
             fresh = PackedAttention(lengths, self.device)
-            return lambda q, k, v, keys, values: fresh.attend(q, k, v)
+            return lambda q, k, v, keys, values, options: fresh.attend(q, k, v, options)
         _, cells = _token_places(chunks, [0] * len(chunks), self.cache.pool.size)
         seen = to_device(cells, self.device)
         continued = ContinuedAttention(lengths, before, self.device)
-        return lambda q, k, v, keys, values: continued.attend(q, keys[seen], values[seen])
+        return lambda q, k, v, keys, values, options: continued.attend(
+            q, keys[seen], values[seen], options
+        )
 
 
 class Shape(NamedTuple):
@@ -181,7 +187,15 @@ class _Inputs:
         sizes = [shape.tokens] * 3 + [shape.prompts]
         self.tokens_T, self.positions_T, self.cells_T, self.kept_N = self.inputs.split(sizes)
 
-    def attend_graph(self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend_graph(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        options: AttentionOptions | None,
+    ) -> Tensor:
         longest = self.shape.longest
         return flash_varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
 
@@ -229,7 +243,7 @@ def _token_places(
 class PrefillAttention:
     """Attention of concatenated prompt chunks; it also writes keys and values to the cache.
 
-    `mix(q, k, v, keys, values)` computes the outputs. `q`, `k` and `v` belong to the tokens of the
+    `mix(q, k, v, keys, values, options)` computes the outputs. `q`, `k` and `v` belong to the tokens of the
     chunks; `keys` and `values` are all cache cells of a layer, cells x K x E.
     """
 
@@ -241,7 +255,7 @@ class PrefillAttention:
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
-        if gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
+        if heads.rotation is not None and gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
             from hone.kernels.gpu import row_kernels
 
             tables = (heads.rotation.cos_PE, heads.rotation.sin_PE, self.positions_T)
@@ -260,4 +274,4 @@ class PrefillAttention:
             q, k, v = heads(qkv_TNE)
             keys.index_copy_(0, self.cells_T, k)
             values.index_copy_(0, self.cells_T, v)
-        return self.mix(q, k, v, keys, values)
+        return self.mix(q, k, v, keys, values, heads.options)

@@ -5,8 +5,8 @@ from hone.engine.engine import Engine
 from hone.environments import load_environments
 from hone.evals.held_out import evaluate_environments
 from hone.inference.engine_service import EngineService, LocalClient
+from hone.models.language_model import LanguageModel
 from hone.models.lora import Merged
-from hone.models.transformer import Transformer
 from hone.text.tokenizer import Tokenizer
 
 CACHE_GIB = 4.0  # of keys and values, beside what training uses
@@ -22,7 +22,7 @@ class Evaluation:
         self._sampled: Merged | None = None
         self._engine: Engine
 
-    def __call__(self, model: Transformer, tokenizer: Tokenizer, step: int) -> dict[str, float]:
+    def __call__(self, model: LanguageModel, tokenizer: Tokenizer, step: int) -> dict[str, float]:
         """Return mean rewards and metrics, as eval/ENV/NAME. Call it on the compute thread."""
         if self._sampled is None or self._sampled.trained is not model:
             self._sampled = Merged(model)

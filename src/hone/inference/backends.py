@@ -88,7 +88,7 @@ class Embedded:
             engine.load_adapter(name, directory)
         capture_graphs(engine)
         self.service = EngineService(engine)
-        self.sampler = EmbeddedSampler(self.service)
+        self.sampler = EmbeddedSampler(self.service, config.model.implementation)
         self.served = Served(
             self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config)
         )

@@ -80,6 +80,24 @@ def attend_by_pages_reference(
     q_BHE: Tensor, k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
 ) -> Tensor:
     B, H, _ = q_BHE.shape
+    k_BLKE, v_BLKE, distance_BL = read_pages(k_BKE, v_BKE, keys, values, rows)
+    out = F.scaled_dot_product_attention(
+        q_BHE.unsqueeze(2),
+        k_BLKE.transpose(1, 2),
+        v_BLKE.transpose(1, 2),
+        attn_mask=(distance_BL >= 0)[:, None, None, :],
+        enable_gqa=k_BKE.shape[1] != H,
+    )
+    return out.reshape(B, -1)
+
+
+def read_pages(
+    k_BKE: Tensor, v_BKE: Tensor, keys: Tensor, values: Tensor, rows: DecodeRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write each sequence's newest key and value; return all of them, B x L x K x E, padded.
+
+    The third tensor has the tokens from the newest back to each key, B x L; negative: padding.
+    """
     PAGE = keys.shape[1]
     lengths_B = rows.state[rows.active_B, row_state.LENGTH]
     table = rows.table[rows.active_B]
@@ -89,11 +107,5 @@ def attend_by_pages_reference(
     k_BLKE, v_BLKE = (x[pages].flatten(1, 2) for x in (keys, values))
     seen_BL = torch.arange(k_BLKE.shape[1], device=pages.device)[None, :] <= lengths_B[:, None]
     v_BLKE = v_BLKE.masked_fill(~seen_BL[:, :, None, None], 0.0)  # 0 x NaN would be NaN
-    out = F.scaled_dot_product_attention(
-        q_BHE.unsqueeze(2),
-        k_BLKE.transpose(1, 2),
-        v_BLKE.transpose(1, 2),
-        attn_mask=seen_BL[:, None, None, :],
-        enable_gqa=k_BKE.shape[1] != H,
-    )
-    return out.reshape(B, -1)
+    at_L = torch.arange(k_BLKE.shape[1], device=pages.device)
+    return k_BLKE, v_BLKE, lengths_B[:, None] - at_L[None, :]

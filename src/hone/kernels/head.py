@@ -30,14 +30,16 @@ def head_logprobs(
     targets_N: Tensor,
     temperature_N: Tensor,
     entropy_gradient: bool = False,
+    cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return targets' logprobs under softmax(hidden W^T / T), and entropies; fp32, in nats.
 
-    The entropy has a gradient only with `entropy_gradient`.
+    The entropy has a gradient only with `entropy_gradient`. `cap`: see `cap_logits`.
     """
     if _keeps_logits(hidden_ND, weight_VD) and not entropy_gradient:
-        return target_logprobs(linear(hidden_ND, weight_VD), targets_N, temperature_N)
-    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD))
+        logits_NV = cap_logits(linear(hidden_ND, weight_VD), cap)
+        return target_logprobs(logits_NV, targets_N, temperature_N)
+    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD), cap)
     logprobs_N, entropy_N = _Head.apply(*inputs)  # type: ignore[no-untyped-call]
     return logprobs_N, entropy_N if entropy_gradient else entropy_N.detach()
 
@@ -53,17 +55,25 @@ def head_loss(
     temperature_N: Tensor,
     loss: Loss,
     entropy_gradient: bool = False,
+    cap: float | None = None,
 ) -> Tensor:
     """Return the sum of `loss(part, logprobs, entropies)` over slices `part` of the targets.
 
     The loss must itself be a sum over targets, so that the result does not depend on the slices.
     """
     if not torch.is_grad_enabled() or _keeps_logits(hidden_ND, weight_VD):
-        results = head_logprobs(hidden_ND, weight_VD, targets_N, temperature_N, entropy_gradient)
+        results = head_logprobs(
+            hidden_ND, weight_VD, targets_N, temperature_N, entropy_gradient, cap
+        )
         return loss(slice(0, len(hidden_ND)), *results)
-    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD), loss)
+    inputs = (hidden_ND, weight_VD, targets_N, temperature_N, chunk_rows(weight_VD), cap, loss)
     total: Tensor = _HeadLoss.apply(*inputs)  # type: ignore[no-untyped-call]
     return total
+
+
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap * tanh(logits / cap), or the logits if there is no cap."""
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def chunk_rows(weight_VD: Tensor) -> int:
@@ -78,13 +88,20 @@ class _Chunk:
     """Logits of a slice of rows, with their log-sum-exps, target logprobs and entropies."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        cap: float | None,
     ) -> None:
         self.hidden = hidden
         self.weight = weight
         self.targets = targets
         self.temperature = temperature
-        self.logits = exact_logits(hidden, weight)
+        self.logits = cap_logits(exact_logits(hidden, weight), cap)
+        # Derivative of the cap.
+        self.factor = None if cap is None else 1 - (self.logits / cap) ** 2
         self.on_gpu = gpu.IS_AVAILABLE and hidden.is_cuda and self.logits.dtype == torch.float32
         if self.on_gpu:
             from hone.kernels.gpu import training_kernels
@@ -130,6 +147,8 @@ class _Chunk:
                     probs * (logprobs + self.entropy[:, None]), grad_entropy[:, None], value=-1
                 )
             slope = slope.div_(self.temperature[:, None]).to(self.hidden.dtype)
+        if self.factor is not None:
+            slope = slope.mul_(self.factor)
         torch.mm(slope, self.weight, out=of_hidden)
         if of_weight is None:
             return
@@ -142,7 +161,13 @@ class _Chunk:
 class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        rows: int,
+        cap: float | None,
     ) -> Any:
         hidden = hidden.contiguous()
         temperature = at_least_fp32(temperature)
@@ -151,10 +176,11 @@ class _Head(torch.autograd.Function):
             torch.empty(len(hidden), dtype=dtype, device=hidden.device) for _ in range(2)
         )
         for part in _slices(len(hidden), rows):
-            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part].to(dtype))
+            rest = (targets[part], temperature[part].to(dtype), cap)
+            chunk = _Chunk(hidden[part], weight, *rest)
             logprobs[part], entropy[part] = chunk.logprobs, chunk.entropy
         ctx.save_for_backward(hidden, weight, targets, temperature.to(dtype))
-        ctx.rows = rows
+        ctx.rows, ctx.cap = rows, cap
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -167,12 +193,13 @@ class _Head(torch.autograd.Function):
             torch.zeros_like(weight, dtype=temperature.dtype) if ctx.needs_input_grad[1] else None
         )
         for part in _slices(len(hidden), ctx.rows):
-            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part])
+            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part], ctx.cap)
             entropy_part = None if grad_entropy is None else grad_entropy[part]
             chunk.add_gradients(grad[part], entropy_part, of_hidden[part], of_weight)
         return (
             of_hidden,
             None if of_weight is None else of_weight.to(weight.dtype),
+            None,
             None,
             None,
             None,
@@ -188,6 +215,7 @@ class _HeadLoss(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         rows: int,
+        cap: float | None,
         loss: Loss,
     ) -> Any:
         hidden, dtype = hidden.contiguous(), torch.promote_types(hidden.dtype, torch.float32)
@@ -196,7 +224,7 @@ class _HeadLoss(torch.autograd.Function):
         of_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None
         total = torch.zeros((), dtype=dtype, device=hidden.device)
         for part in _slices(len(hidden), rows):
-            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part])
+            chunk = _Chunk(hidden[part], weight, targets[part], temperature[part], cap)
             with torch.enable_grad():
                 values = (chunk.logprobs.requires_grad_(), chunk.entropy.requires_grad_())
                 of_part = loss(part, *values)
@@ -213,6 +241,7 @@ class _HeadLoss(torch.autograd.Function):
         return (
             of_hidden * grad,
             None if of_weight is None else of_weight * grad,
+            None,
             None,
             None,
             None,

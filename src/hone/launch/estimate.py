@@ -70,7 +70,7 @@ def _find_model(config: Config) -> _Model | str:
     shape, place = found
     if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
         return "not known: vLLM computes a model of this kind"
-    spec = parse_model_config(shape, place)
+    spec = parse_model_config(shape, place, model.implementation)
     on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
     return _Model(spec, "float32", 4) if is_single else _Model(spec, "bfloat16", 2)

@@ -20,10 +20,10 @@ from hone.clients.http import connect_clients
 from hone.config.probe_config import ProbeConfig
 from hone.config.sections import ClientConfig
 from hone.engine.engine import Engine
+from hone.models.language_model import LanguageModel
 from hone.models.loading import load_configured
 from hone.models.lora import Merged, add_lora, lora_modules
 from hone.models.ops import Pending
-from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Message, Prompt, Sampling
 from hone.trainer.packing import Packed, pack_shared, prompt_of, split_by_prompt
 
@@ -79,7 +79,7 @@ def main(config: ProbeConfig) -> None:
 
 
 def probe_model(
-    model: Transformer, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
+    model: LanguageModel, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
 ) -> Found:
     """Compare sampling and training logprobs of a model on `count` rollouts of random prompts."""
     sampled = Merged(model).model
@@ -92,7 +92,7 @@ def probe_model(
 
 
 def compare_logprobs(
-    model: Transformer, rollouts: Waves, temperature: float, sampled: Transformer | None = None
+    model: LanguageModel, rollouts: Waves, temperature: float, sampled: LanguageModel | None = None
 ) -> Found:
     """Compare the logprobs of sampling with those of training.
 
@@ -195,7 +195,7 @@ def user_message(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) -> list[Tensor]:
+def trained_logprobs(model: LanguageModel, rollouts: Waves, temperature: float) -> list[Tensor]:
     """Compute each completion's logprobs as training does, in micro-batches of several sizes."""
     ids = [[*prompt, *own] for prompt, own, _ in rollouts]
     masks = [[False] * len(prompt) + [True] * len(own) for prompt, own, _ in rollouts]
@@ -216,7 +216,7 @@ def trained_logprobs(model: Transformer, rollouts: Waves, temperature: float) ->
     return found
 
 
-def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tensor:
+def logprobs_of(model: LanguageModel, packed: Packed, temperature: float) -> Tensor:
     kept: list[Tensor] = []
 
     def capture_loss(part: slice, logprobs: Tensor, entropy: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def logprobs_of(model: Transformer, packed: Packed, temperature: float) -> Tenso
 # ------------------------------------------------------------------------------------------ layer by layer
 
 
-def first_layer(model: Transformer, sampled: Transformer, rollouts: Waves) -> str:
+def first_layer(model: LanguageModel, sampled: LanguageModel, rollouts: Waves) -> str:
     """Return the first layer whose hidden states differ between sampler and trainer, or "".
 
     Each rollout is decoded alone, and only its decoded tokens are compared. The name includes
@@ -314,7 +314,7 @@ def _on_host(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def outputs_of(model: Transformer) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
+def outputs_of(model: LanguageModel) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
     """Context manager: record each block's output (residual stream, update not yet added to it)."""
     found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
     hooks = [

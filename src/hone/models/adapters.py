@@ -25,8 +25,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from hone.models.hf import find_weight, hf_names, split_rows
+from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
-from hone.models.transformer import Transformer
 
 # Keys of an adapter_config.json that change what an adapter computes, with the values for plain B A
 # x. Other keys may only say how it was trained or where it came from.
@@ -168,7 +168,7 @@ class Adapters:
     the last block keeps. It is empty if the pass uses no adapter.
     """
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.loaded: dict[str, tuple[int, Adapter]] = {}
         self.which: dict[int, Tensor] = {}
@@ -238,16 +238,14 @@ class Adapters:
     def _linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (outputs, inputs) of each linear that can have an adapter, by HF name."""
         sizes = {}
+        modules = dict(self.model.named_modules())
         for ours, theirs in hf_names(self.model.spec).items():
-            for name, part in zip(
-                theirs,
-                split_rows(self.model.spec, ours, find_weight(self.model, ours)),
-                strict=True,
-            ):
-                if (
-                    name.removesuffix(".weight").rsplit(".", 1)[-1] in self.model.spec.linear_shapes
-                    and part.dim() == 2
-                ):
+            module = modules.get(ours.removesuffix(".weight"))
+            if not ours.startswith("blocks.") or not isinstance(module, Linear):
+                continue
+            parts = split_rows(self.model.spec, ours, find_weight(self.model, ours))
+            for name, part in zip(theirs, parts, strict=True):
+                if part.dim() == 2:
                     sizes[name.removesuffix(".weight")] = (part.shape[0], part.shape[1])
         return sizes
 

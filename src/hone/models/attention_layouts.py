@@ -15,6 +15,7 @@ the length of a sequence, plus 32 tokens; only attention uses it, the linear lay
 flat axis.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,20 +66,74 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class AttentionOptions:
+    """What the attention of a layer has beside softmax(q k / sqrt(E)) v over all earlier tokens.
+
+    Attributes:
+        scale: factor of q k; None: E^-1/2.
+        window: number of latest tokens that a token sees, itself included; None: all.
+        cap: logits become cap * tanh(logits / cap).
+        sinks_H: logit per head that joins the softmax; its share is dropped.
+    """
+
+    scale: float | None = None
+    window: int | None = None
+    cap: float | None = None
+    sinks_H: Tensor | None = None
+
+    def without_defaults(self, head_dim: int) -> "AttentionOptions | None":
+        """Return None if all options have the values of plain attention."""
+        is_plain_scale = self.scale is None or math.isclose(self.scale, head_dim**-0.5)
+        is_plain = self.window is None and self.cap is None and self.sinks_H is None
+        return None if is_plain_scale and is_plain else self
+
+    def attend(self, q_BHCE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, distance: Tensor) -> Tensor:
+        """Return attention outputs, B x H x C x E.
+
+        Args:
+            distance: tokens from each query back to each key, broadcastable to B x H x C x S;
+                negative: the query does not see the key.
+        """
+        seen = distance >= 0
+        if self.window is not None:
+            seen = seen & (distance < self.window)
+        groups = q_BHCE.shape[1] // k_BKSE.shape[1]
+        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k_BKSE, v_BKSE))
+        if self.cap is None and self.sinks_H is None:
+            return F.scaled_dot_product_attention(q_BHCE, k, v, attn_mask=seen, scale=self.scale)
+        scale = q_BHCE.shape[-1] ** -0.5 if self.scale is None else self.scale
+        logits = (q_BHCE @ k.transpose(-1, -2)) * scale
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        logits = logits.float().masked_fill(~seen, -math.inf)
+        if self.sinks_H is not None:
+            sinks = self.sinks_H.float().view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
+            logits = torch.cat([logits, sinks], -1)
+        share = logits.softmax(-1)[..., : k.shape[2]]
+        return share.to(v.dtype) @ v
+
+
+@dataclass(frozen=True)
 class Heads:
     """Split a layer's fused projection, T x (H + 2K) x E, into q, k and v.
 
-    q and k are normalized per head, then rotated by position.
+    q and k are normalized per head, then rotated by position; without `rotation` they are taken as
+    they are.
     """
 
     H: int
     q_scale_E: Tensor | None
     k_scale_E: Tensor | None
     eps: float
-    rotation: Rotation
+    rotation: Rotation | None
+    options: AttentionOptions | None = None
 
     def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; q and k are normalized and then rotated."""
+        if self.rotation is None:
+            rest = (qkv_TNE.shape[1] - self.H) // 2
+            q, k, v = qkv_TNE.split([self.H, rest, rest], 1)
+            return q, k, v
         turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
         return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
 
@@ -94,8 +149,12 @@ class FlatAttention:
         self.device = torch.device(device)
         self.has_prefixes = bool(sequences.rows[:, 3].any())
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    def attend(
+        self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, options: AttentionOptions | None = None
+    ) -> Tensor:
         """Return attention outputs, T x (H * E)."""
+        if options is not None:
+            return self._attend_buckets(q_THE, k_TKE, v_TKE, options)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
         if keeps_order(q_THE):
@@ -106,7 +165,12 @@ class FlatAttention:
             return flash_varlen(
                 q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries
             ).flatten(1)
-        outs = [bucket.attend(q_THE, k_TKE, v_TKE) for bucket in self.length_buckets]
+        return self._attend_buckets(q_THE, k_TKE, v_TKE, None)
+
+    def _attend_buckets(
+        self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, options: AttentionOptions | None
+    ) -> Tensor:
+        outs = [bucket.attend(q_THE, k_TKE, v_TKE, options) for bucket in self.length_buckets]
         if not outs:
             return q_THE.flatten(1)  # no tokens
         return put_rows(
@@ -171,10 +235,11 @@ class PackedAttention(FlatAttention):
         wants_kernel = torch.is_grad_enabled() or self.has_prefixes
         if (
             not wants_kernel
+            or turn is None
             or turn.positions_T is None
             or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
         ):
-            return self.attend(*heads(qkv_TNE))
+            return self.attend(*heads(qkv_TNE), heads.options)
         rest = (turn.positions_T, self.sequences, self.tile_plan, heads.eps, heads.H)
         return heads_attention(
             qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest
@@ -201,11 +266,14 @@ class ContinuedAttention(FlatAttention):
         # Positions of the queries among the keys.
         self.own_T = to_device(np.concatenate(spans), self.device)
 
-    def attend(self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor) -> Tensor:
+    def attend(
+        self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor, options: AttentionOptions | None = None
+    ) -> Tensor:
         """Return attention outputs, T x (H * E), of T new tokens over the S earlier and new tokens."""
-        if is_half_on_gpu(q_THE) and not keeps_order(q_THE):
+        if options is None and is_half_on_gpu(q_THE) and not keeps_order(q_THE):
             return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
-        return super().attend(put_rows(q_THE, self.own_T, len(k_SKE)), k_SKE, v_SKE)[self.own_T]
+        q_SHE = put_rows(q_THE, self.own_T, len(k_SKE))
+        return super().attend(q_SHE, k_SKE, v_SKE, options)[self.own_T]
 
 
 def is_half_on_gpu(x: Tensor) -> bool:
@@ -274,6 +342,8 @@ class _Bucket:
         self.queries, self.keys, self.flat, self.cells, sees_BP = (
             to_device(x, device) for x in tensors
         )
+        before_B = to_device(before[:, 0], device)
+        self.places = (before_B, len(in_C), len(in_P))
         self.mask: Tensor | None = None  # None without prefixes: causal
         if len(in_P):
             causal_CC = torch.ones(len(in_C), len(in_C), dtype=torch.bool, device=device).tril()
@@ -283,12 +353,27 @@ class _Bucket:
             )
             self.mask = torch.cat(parts, dim=-1)[:, None]
 
-    def attend(self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor) -> Tensor:
+    @cached_property
+    def distance_B1CS(self) -> Tensor:
+        """Return the tokens from each query back to each key; negative for keys that it does not see."""
+        before_B, C, P = self.places
+        in_C, in_P = (torch.arange(n, device=before_B.device) for n in (C, P))
+        own_CC = (in_C[:, None] - in_C[None]).expand(len(before_B), C, C)
+        to_prefix = before_B[:, None, None] + in_C[None, :, None] - in_P[None, None]
+        to_prefix = to_prefix.masked_fill(in_P[None, None] >= before_B[:, None, None], -1)
+        return torch.cat([to_prefix, own_CC], -1)[:, None]
+
+    def attend(
+        self, q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, options: AttentionOptions | None = None
+    ) -> Tensor:
         """Return the attention output for this bucket's tokens."""
         q, k, v = (
             _gather_rows(*x)
             for x in ((q_THE, self.queries), (k_TKE, self.keys), (v_TKE, self.keys))
         )
+        if options is not None:
+            out_BHCE = options.attend(q, k, v, self.distance_B1CS)
+            return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
         gqa = q.shape[1] != k.shape[1]
         out_BHCE = F.scaled_dot_product_attention(
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa

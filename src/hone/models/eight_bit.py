@@ -9,9 +9,9 @@ within a block, provided that blocks are recomputed in the backward pass.
 import torch
 from torch import Tensor, nn
 
+from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.spec import BLOCK_INPUTS
-from hone.models.transformer import Transformer
 
 MAX_CODE = 127
 
@@ -43,7 +43,7 @@ class EightBitLinear(Linear):
         return (codes * scales).flatten(1)
 
 
-def quantize_blocks(model: Transformer, device: torch.device | str | None = None) -> None:
+def quantize_blocks(model: LanguageModel, device: torch.device | str | None = None) -> None:
     """Replace the linear layers of the model's blocks by layers with 8-bit weights.
 
     With `device` each layer is moved there first, so that the device never holds the whole model in

@@ -18,7 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.config.key_names import key_name
+from hone.models.borrowed_model import BorrowedModel
 from hone.models.families import parse_model_config
+from hone.models.families.borrowed import BorrowedSpec
+from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
@@ -38,41 +41,19 @@ WEIGHT_PATTERNS = ["*.safetensors", "*.safetensors.index.json"]
 TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jinja"]
 
 
+def model_class(spec: ModelSpec) -> type[LanguageModel]:
+    """Return the class that computes models of this shape."""
+    return BorrowedModel if isinstance(spec, BorrowedSpec) else Transformer
+
+
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
     """Return, by parameter name, the names of the HF tensors that the parameter stacks by rows."""
-    table = {"embed.weight": ["model.embed_tokens.weight"], "norm.weight": ["model.norm.weight"]}
-    if not spec.tie_word_embeddings:
-        table["head.weight"] = ["lm_head.weight"]
-    for i in range(spec.num_hidden_layers):
-        ours = f"blocks.{i}"
-        theirs = f"model.layers.{i}"
-        table |= {
-            f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
-            f"{ours}.attention.qkv.weight": [f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"],
-            f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
-            f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
-        }
-        if spec.qk_norm:
-            table |= {
-                f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"] for x in "qk"
-            }
-        if spec.qkv_bias:
-            table[f"{ours}.attention.qkv.bias"] = [
-                f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"
-            ]
-        if spec.out_bias:
-            table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
-        for name, parts in spec.feed_forward_names().items():
-            table[f"{ours}.mlp.{name}"] = [f"{theirs}.mlp.{part}" for part in parts]
-    return table
+    return model_class(spec).weight_names(spec)
 
 
 def split_rows(spec: ModelSpec, name: str, weight: Tensor) -> list[Tensor]:
     """Split a fused parameter into the row blocks of its HF tensors, in the order of `hf_names`."""
-    if ".qkv." in name:
-        return list(weight.split(spec.qkv_splits))
-    _, is_feed_forward, own = name.partition(".mlp.")
-    rows = spec.feed_forward_rows(own) if is_feed_forward else 0
+    rows = spec.stacked_rows(name)
     return list(weight.split(rows)) if rows else [weight]
 
 
@@ -146,13 +127,17 @@ def load_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-) -> Transformer:
+    spec: ModelSpec | None = None,
+) -> LanguageModel:
     """Load a model directory, ready to train or sample.
+
+    `spec` is its shape; None: as its config.json says.
 
     `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError if
     weights are missing, unexpected or of another shape than `config.json` says.
     """
-    spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
+    if spec is None:
+        spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
     model = empty_model(spec, dtype, "cpu" if random_init else device)
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
@@ -161,13 +146,13 @@ def load_model(
     return model.to(device)
 
 
-def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> Transformer:
+def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> LanguageModel:
     """Return a model with uninitialized weights."""
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return Transformer(spec)
+            return model_class(spec)(spec)
     finally:
         torch.set_default_dtype(default)
 
@@ -350,21 +335,21 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
 
 
-def hf_tensors(model: Transformer) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
     """Return the model's weights under their HF names, as views."""
     for ours, theirs in hf_names(model.spec).items():
         weight = find_weight(model, ours)
         yield from zip(theirs, split_rows(model.spec, ours, weight), strict=True)
 
 
-def find_weight(model: Transformer, name: str) -> Tensor:
+def find_weight(model: LanguageModel, name: str) -> Tensor:
     """Return a weight by Hone's name, detached; one that is stored in 8 bits in the model's dtype."""
     path, _, leaf = name.rpartition(".")
     weight: Tensor = getattr(model.get_submodule(path), leaf)
     return weight.detach()
 
 
-def save_model(model: Transformer, source: Path, directory: Path) -> None:
+def save_model(model: LanguageModel, source: Path, directory: Path) -> None:
     """Write a model directory: the weights of `model`, other files from `source`.
 
     A temporary directory is written, then renamed to `directory`.
@@ -374,7 +359,7 @@ def save_model(model: Transformer, source: Path, directory: Path) -> None:
 
 
 def write_model(
-    model: Transformer,
+    model: LanguageModel,
     source: Path,
     directory: Path,
     with_text: bool = True,

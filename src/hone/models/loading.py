@@ -1,7 +1,9 @@
 """Load the configured model: weights, tokenizer and source directory."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,14 +13,18 @@ from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
 from hone.models.device_memory import apply_limit
 from hone.models.eight_bit import quantize_blocks
+from hone.models.families import parse_model_config
 from hone.models.hf import check_links, load_model, resolve_model
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
+from hone.models.spec import ModelSpec, read_model_config
 from hone.text.tokenizer import Tokenizer
+
+log = logging.getLogger("hone")
 
 
 @dataclass(frozen=True)
 class Loaded:
-    model: Transformer
+    model: LanguageModel
     tokenizer: Tokenizer
     directory: Path
     dtype: torch.dtype  # of weights and activations
@@ -42,8 +48,13 @@ def load_configured(config: ModelConfig, seed: int = 0, lora: LoRAConfig | None 
     device = "cuda" if on_gpu else "cpu"
     apply_limit(torch.device(device))
     has_short_base = lora is not None and lora.base_bits == 8
+    place = str(directory / "config.json")
+    shape = read_model_config(directory)
+    spec = parse_model_config(shape, place, config.implementation)
+    log.info("%s", describe_implementation(spec, shape, config))
     model = load_model(
         directory,
+        spec=spec,
         random_init=config.random_init,
         seed=seed,
         dtype=dtype,
@@ -59,13 +70,30 @@ def load_configured(config: ModelConfig, seed: int = 0, lora: LoRAConfig | None 
     return Loaded(model, tokenizer, directory, dtype)
 
 
-def require_order(model: Transformer) -> None:
+def describe_implementation(spec: ModelSpec, shape: dict[str, Any], config: ModelConfig) -> str:
+    """Return a sentence on what computes the model, and why."""
+    if spec.implementation == "hone":
+        return f"{config.name} is computed by Hone's own implementation"
+    reason = "model.implementation says so"
+    if config.implementation == "auto":
+        try:
+            parse_model_config(shape, "config.json", "hone")
+        except ValueError as error:
+            reason = str(error).removeprefix("config.json: ").split("; ")[0]
+    return f"{config.name} is computed by transformers' modules: {reason}"
+
+
+def require_order(model: LanguageModel) -> None:
     """Raise ValueError if exact numerics do not support this model and its device.
 
     With exact numerics, sampling and training give the same bits.
     """
     weight = model.embed.weight
     spec = model.spec
+    if spec.implementation != "hone":
+        raise ValueError(
+            "model.numerics exact: it needs Hone's own implementation of the model; take fast"
+        )
     if spec.routed_experts:
         raise ValueError(
             "model.numerics exact: mixtures of experts have no exact kernels; take fast"

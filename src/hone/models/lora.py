@@ -25,10 +25,10 @@ from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.dithering import dither_
 from hone.models.eight_bit import quantize_blocks
-from hone.models.hf import hf_names, split_rows
+from hone.models.hf import hf_names, model_class, split_rows
+from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.spec import ModelSpec
-from hone.models.transformer import Transformer
 
 Whole = Callable[[Tensor], Tensor]
 
@@ -145,20 +145,25 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
         )
 
 
-def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
+def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
     """Freeze the model except `modules_to_save`, and add adapters.
 
     Adapters start with random A and B = 0, or with the weights in `start_from`. Raises ValueError
     if the configured layers or the weights in `start_from` do not fit the model.
     """
     table = hf_names(model.spec)
-    possible = model.spec.linear_shapes
+    possible = [
+        theirs.rsplit(".", 2)[-2]
+        for _, names in _block_linears(model)
+        for theirs in table[names[0]]
+    ]
+    possible = list(dict.fromkeys(possible))
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
         raise ValueError(
             f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have"
         )
-    config = config.model_copy(update={"targets": config.targets or list(possible)})
+    config = config.model_copy(update={"targets": config.targets or possible})
     if config.base_bits == 8:
         if numerics.is_exact():
             raise ValueError("lora.base_bits 8: model.numerics exact merges the adapter; take 16")
@@ -183,7 +188,7 @@ def add_lora(model: Transformer, config: LoRAConfig, seed: int) -> None:
         _load_adapter(model, config, config.start_from)
 
 
-def _load_adapter(model: Transformer, config: LoRAConfig, directory: Path) -> None:
+def _load_adapter(model: LanguageModel, config: LoRAConfig, directory: Path) -> None:
     adapter = read_adapter(directory)
     wanted = {name for lora in lora_modules(model) for name in lora.targets}
     if adapter.rank != config.rank or set(adapter.weights) != wanted:
@@ -200,11 +205,11 @@ def _load_adapter(model: Transformer, config: LoRAConfig, directory: Path) -> No
                 b.copy_(theirs_b / config.scale)  # they are scaled
 
 
-def lora_modules(model: Transformer) -> Iterator[LoRA]:
+def lora_modules(model: LanguageModel) -> Iterator[LoRA]:
     return (module for module in model.modules() if isinstance(module, LoRA))
 
 
-def seed_dropout(model: Transformer, *numbers: int) -> None:
+def seed_dropout(model: LanguageModel, *numbers: int) -> None:
     """Seed the adapters' dropout with `numbers`, so that a repeated step drops the same inputs."""
     if any(not lora.is_plain for lora in lora_modules(model)):
         torch.manual_seed(zlib.crc32(repr(numbers).encode()))
@@ -214,18 +219,21 @@ class Merged:
     """The weights of a model in training as the sampler uses them: with LoRA adapters merged.
 
     Without adapters, or with `lora.merge` False, `model` is the trained model itself. Else `model`
-    is a Transformer without adapters: weights that have an adapter in the trained model are merged copies, updated
+    is a LanguageModel without adapters: weights that have an adapter in the trained model are merged copies, updated
     by `follow_step`; all other weights are shared with the trained model.
     """
 
-    def __init__(self, trained: Transformer) -> None:
+    def __init__(self, trained: LanguageModel) -> None:
         self.trained = trained
         self.model = trained
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora.config.keeps_copy for lora in lora_modules(trained)):
             return
-        # The merged model's own weights are never written, so they take no memory.
-        self.model = Transformer(trained.spec)
+        with torch.device("meta"):
+            self.model = model_class(trained.spec)(trained.spec)
+        for name in dict(self.model.named_buffers()):
+            path, _, leaf = name.rpartition(".")
+            setattr(self.model.get_submodule(path), leaf, trained.get_buffer(name))
         for name in dict(self.model.named_parameters()):
             path, _, leaf = name.rpartition(".")
             weight = trained.get_parameter(name)
@@ -245,7 +253,7 @@ class Merged:
 
 
 @contextmanager
-def without_lora(model: Transformer) -> Iterator[None]:
+def without_lora(model: LanguageModel) -> Iterator[None]:
     """Context manager that disables the adapters."""
     kept = [(linear, linear.delta) for linear, _ in _block_linears(model)]
     for linear, _ in kept:
@@ -257,7 +265,7 @@ def without_lora(model: Transformer) -> Iterator[None]:
             linear.delta = delta
 
 
-def adapter_tensors(model: Transformer, whole: Whole = _as_it_is) -> dict[str, Tensor]:
+def adapter_tensors(model: LanguageModel, whole: Whole = _as_it_is) -> dict[str, Tensor]:
     """Return the model's LoRA and `modules_to_save` tensors by peft's names."""
     tensors: dict[str, Tensor] = {}
     saved = set[str]()
@@ -313,7 +321,7 @@ def _index_of(name: str, names: list[str]) -> int:
     return names.index(name) if name in names else -1
 
 
-def _block_linears(model: Transformer) -> Iterator[tuple[Linear, list[str]]]:
+def _block_linears(model: LanguageModel) -> Iterator[tuple[Linear, list[str]]]:
     """Yield the blocks' linears with the names of their weights."""
     for name, module in model.named_modules():
         if isinstance(module, Linear) and name.startswith("blocks."):

@@ -13,6 +13,10 @@ from typing import Any, ClassVar, Literal
 BLOCK_INPUTS = 128  # most inputs that share a scale in 8-bit weights (eight_bit.py)
 
 
+class NotImplementedHere(ValueError):
+    """An architecture or option that Hone's own implementation does not have."""
+
+
 @dataclass(frozen=True)
 class Llama3Rope:
     """Scaling of rotary frequencies in Llama 3.1.
@@ -47,6 +51,7 @@ class ModelSpec:
     mlp_bias: bool = False
     qk_norm: bool = True
     rope_scaling: Llama3Rope | None = None
+    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
 
     @property
     def qkv_splits(self) -> tuple[int, int, int]:
@@ -65,6 +70,7 @@ class ModelSpec:
         return {"intermediate_size": int(config["intermediate_size"])}
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
+    implementation: ClassVar[str] = "hone"  # what computes the model
     has_fast_paths: ClassVar[bool] = True  # packed models and captured steps support this block
 
     @property
@@ -102,6 +108,13 @@ class ModelSpec:
         0 if the parameter is a single HF tensor.
         """
         return self.intermediate_size if name.startswith("gate_up.") else 0
+
+    def stacked_rows(self, name: str) -> tuple[int, ...] | int:
+        """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
+        if ".qkv." in name:
+            return self.qkv_splits
+        _, is_feed_forward, own = name.partition(".mlp.")
+        return self.feed_forward_rows(own) if is_feed_forward else 0
 
     @property
     def active_feed_forward(self) -> int:

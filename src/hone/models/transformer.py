@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import gpu
-from hone.kernels.linear import linear
 from hone.kernels.row_gather import take_rows
 from hone.models.attention_layouts import Rotation
+from hone.models.language_model import LanguageModel
 from hone.models.layers import MLP, Attention, Embedding, Experts, Linear, RMSNorm, SelfAttention
 from hone.models.ops import Ops, Pending, select_ops
 from hone.models.spec import Llama3Rope, ModelSpec
@@ -73,26 +73,53 @@ class Block(nn.Module):
         return ops.feed_forward(self.mlp_norm, self.mlp, x_TD, delta, after)
 
 
-class Transformer(nn.Module):
-    """A causal language model of any family.
+class Transformer(LanguageModel):
+    """Hone's own implementation of a causal language model.
 
-    `forward` returns hidden states, `compute_logits` logits. Weights are uninitialized until they
-    are loaded (`models/hf.py`) or drawn (`init_weights`).
+    Weights are uninitialized until they are loaded (`models/hf.py`) or drawn (`init_weights`).
     """
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self.spec = spec
+        super().__init__(spec)
         self.embed = Embedding(spec.vocab_size, spec.hidden_size)
         self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
         self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         self.rope_table: tuple[Tensor, Tensor] | None = None
-        self.routing_TR: Tensor | None = (
-            None  # experts to use in all blocks; -1: the router's choice
-        )
-        # With gradients: blocks keep only their inputs, and recompute the rest in backward.
-        self.recomputes = False
+
+    @classmethod
+    def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:
+        table = {
+            "embed.weight": ["model.embed_tokens.weight"],
+            "norm.weight": ["model.norm.weight"],
+        }
+        if not spec.tie_word_embeddings:
+            table["head.weight"] = ["lm_head.weight"]
+        for i in range(spec.num_hidden_layers):
+            ours = f"blocks.{i}"
+            theirs = f"model.layers.{i}"
+            table |= {
+                f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
+                f"{ours}.attention.qkv.weight": [
+                    f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"
+                ],
+                f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+                f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
+            }
+            if spec.qk_norm:
+                table |= {
+                    f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"]
+                    for x in "qk"
+                }
+            if spec.qkv_bias:
+                table[f"{ours}.attention.qkv.bias"] = [
+                    f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"
+                ]
+            if spec.out_bias:
+                table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
+            for name, parts in spec.feed_forward_names().items():
+                table[f"{ours}.mlp.{name}"] = [f"{theirs}.mlp.{part}" for part in parts]
+        return table
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
@@ -150,15 +177,6 @@ class Transformer(nn.Module):
     def expert_layers(self) -> list["Experts"]:
         """Return the mixture of experts of each block, for models that have experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
-
-    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
-        """Return logits (T x V) in the dtype of the weights."""
-        return linear(hidden_TD, self.head_weight_VD)
-
-    @property
-    def head_weight_VD(self) -> Tensor:
-        """Return the head's weight, which is the embedding's if they are tied."""
-        return self.embed.weight if self.head is None else self.head.weight
 
     def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return cos and sin of the rotary angles of all positions, P x E (Su et al. 2021).

@@ -16,7 +16,7 @@ from hone.kernels.fingerprints import Fingerprints
 from hone.kernels.logprobs import target_logprobs
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_tensors
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 
 CANARY_LENGTH = 33
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are computed at a time
@@ -25,7 +25,7 @@ ROWS, FP32 = 4096, torch.float32  # tokens whose logits are computed at a time
 class Proof:
     """Fingerprints and checksum of a model whose weights change in place, at fixed addresses."""
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model, self.tensors = model, dict(hf_tensors(model))  # by their HF names
         self.score = CanaryScorer(model)
         self._fingerprints = Fingerprints(list(self.tensors.values()))
@@ -62,7 +62,7 @@ class Proof:
         return digest.hexdigest()
 
 
-def model_checksum(model: Transformer) -> str:
+def model_checksum(model: LanguageModel) -> str:
     proof = Proof(model)
     return proof.combine_checksum(proof.weight_fingerprints())
 
@@ -72,7 +72,7 @@ def canary_ids(vocab_size: int) -> list[int]:
     return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
 
 
-def score_sequence(model: Transformer, ids: list[int]) -> list[float]:
+def score_sequence(model: LanguageModel, ids: list[int]) -> list[float]:
     """Return logprobs, at temperature 1, of every token after the first."""
     return score_sequences(model, [ids], 1.0)[0]
 
@@ -84,7 +84,7 @@ class CanaryScorer:
     0.6B parameters instead of 24 ms of kernel launches.
     """
 
-    def __init__(self, model: Transformer) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         # Otherwise ranks gather its weights for each pass.
         is_whole = not hasattr(model, "reshard")
         self.model = model
@@ -121,7 +121,7 @@ class CanaryScorer:
 
 @torch.no_grad()
 def score_sequences(
-    model: Transformer, sequences: list[list[int]], temperature: float
+    model: LanguageModel, sequences: list[list[int]], temperature: float
 ) -> list[list[float]]:
     """Return logprobs of several sequences, at a temperature."""
     found: list[float] = []
@@ -137,7 +137,7 @@ def score_sequences(
 
 @torch.no_grad()
 def find_likeliest(
-    model: Transformer, ids: list[int], number: int
+    model: LanguageModel, ids: list[int], number: int
 ) -> tuple[list[float], list[list[tuple[int, float]]]]:
     """Return the logprob of every token after the first, and the likeliest tokens at its position.
 
@@ -157,7 +157,7 @@ def find_likeliest(
 
 
 def _iterate_logits(
-    model: Transformer, sequences: list[list[int]]
+    model: LanguageModel, sequences: list[list[int]]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield logits and the tokens that follow, up to ROWS rows at a time."""
     device = model.embed.weight.device

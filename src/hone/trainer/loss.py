@@ -22,11 +22,11 @@ from torch import Tensor
 
 from hone import plugins
 from hone.config.loss_config import KINDS, LossConfig, Need
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 from hone.trainer.packing import Packed
 
 
-def cross_entropy_sum(packed: Packed, model: Transformer) -> Tensor:
+def cross_entropy_sum(packed: Packed, model: LanguageModel) -> Tensor:
     """Return the sum of -log p(target), fp32.
 
     The caller divides it by the number of targets of the whole batch.

@@ -16,7 +16,7 @@ from hone.config.sft_config import SFTConfig
 from hone.kernels import adamw
 from hone.kernels.pinned_memory import brought, reachable_zeros
 from hone.models.hf import split_rows
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 from hone.trainer import muon
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import is_sharded, local_part
@@ -98,7 +98,9 @@ class Optimizer:
     Tests compare the updates with those of `torch.optim.AdamW`.
     """
 
-    def __init__(self, model: Transformer, config: OptimConfig, ranks: Ranks | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, config: OptimConfig, ranks: Ranks | None = None
+    ) -> None:
         self.config = config
         self.spec = model.spec
         self.ranks = ranks or Ranks()

@@ -27,8 +27,8 @@ from torch import Tensor
 from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.kernels.pinned_memory import to_device
 from hone.models.attention_layouts import PackedAttention
+from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec
-from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
 
 Ids = Sequence[int] | NDArray[np.int64]
@@ -52,7 +52,7 @@ class Packed:
     source_T: np.ndarray  # index of each input token in all sequences end to end
     source_N: np.ndarray  # likewise of each target
 
-    def target_hidden(self, model: Transformer) -> Tensor:
+    def target_hidden(self, model: LanguageModel) -> Tensor:
         """Return the hidden states that predict the targets, N x D.
 
         The last block computes only the inputs that predict a target.
@@ -80,15 +80,20 @@ class Packed:
         return len(self.tokens_T) * spec.flops_per_token(context, len(self.targets_N) / tokens)
 
     def target_logprobs(
-        self, model: Transformer, temperature_N: Tensor, entropy_gradient: bool = False
+        self, model: LanguageModel, temperature_N: Tensor, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs of the targets, and entropies of their distributions, N each."""
         hidden_ND = self.target_hidden(model)
         weight_VD = model.head_weight_VD
-        return head_logprobs(hidden_ND, weight_VD, self.targets_N, temperature_N, entropy_gradient)
+        inputs = (hidden_ND, weight_VD, self.targets_N, temperature_N)
+        return head_logprobs(*inputs, entropy_gradient, model.spec.logit_cap)
 
     def compute_loss(
-        self, model: Transformer, temperature_N: Tensor, loss: Loss, entropy_gradient: bool = False
+        self,
+        model: LanguageModel,
+        temperature_N: Tensor,
+        loss: Loss,
+        entropy_gradient: bool = False,
     ) -> Tensor:
         """Return the sum of `loss(part, logprobs, entropies)` over slices of the targets.
 
@@ -96,9 +101,8 @@ class Packed:
         """
         hidden_ND = self.target_hidden(model)
         weight_VD = model.head_weight_VD
-        return head_loss(
-            hidden_ND, weight_VD, self.targets_N, temperature_N, loss, entropy_gradient
-        )
+        inputs = (hidden_ND, weight_VD, self.targets_N, temperature_N)
+        return head_loss(*inputs, loss, entropy_gradient, model.spec.logit_cap)
 
 
 def pack_sequences(

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hone.models.device_memory import total_bytes
-from hone.models.transformer import Transformer
+from hone.models.language_model import LanguageModel
 from hone.trainer.memory_plan import AnyConfig, choose_memory, describe_choice
 
 PEAK_FLOPS = {  # dense bf16 with sums in fp32, data sheets
@@ -69,7 +69,7 @@ def model_flops_utilization(flops_per_second: float, device: torch.device) -> fl
     return None if peak is None else flops_per_second / peak
 
 
-def fit_to_device(config: AnyConfig, model: Transformer, log: logging.Logger) -> AnyConfig:
+def fit_to_device(config: AnyConfig, model: LanguageModel, log: logging.Logger) -> AnyConfig:
     """Return a configuration with the micro-batches that fit the model's GPU, and log them.
 
     On other devices "auto" keeps all activations (`memory_plan.choose_memory`).

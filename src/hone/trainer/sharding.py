@@ -16,14 +16,14 @@ from torch import Tensor
 
 from hone.config.lora_config import LoRAConfig
 from hone.config.sections import Sharding
-from hone.models.hf import find_weight, hf_names, write_model
+from hone.models.hf import find_weight, hf_names, model_class, write_model
+from hone.models.language_model import LanguageModel
 from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter
-from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
 from hone.trainer.ranks import Ranks
 
 
-def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
+def shard_model(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
     """Shard the model over the ranks, if there are several and the configuration asks for it.
 
     "auto" shards on GPUs only.
@@ -48,7 +48,7 @@ def shard_model(model: Transformer, ranks: Ranks, sharding: Sharding) -> None:
         part.set_force_sum_reduction_for_comms(True)  # Gloo supports only sums
 
 
-def is_sharded(model: Transformer) -> bool:
+def is_sharded(model: LanguageModel) -> bool:
     return hasattr(model, "reshard")
 
 
@@ -90,15 +90,15 @@ class Export:
     A model that is not sharded and has no adapters is returned as is, without a copy.
     """
 
-    def __init__(self, model: Transformer, ranks: Ranks, dtype: torch.dtype) -> None:
+    def __init__(self, model: LanguageModel, ranks: Ranks, dtype: torch.dtype) -> None:
         self.model = model
         self.ranks = ranks
         self.dtype = dtype
         self.is_plain = not is_sharded(model) and not any(lora_modules(model))
-        self._copy: Transformer | None = None
+        self._copy: LanguageModel | None = None
 
     @torch.no_grad()
-    def __call__(self, merged: bool = True) -> Transformer | None:
+    def __call__(self, merged: bool = True) -> LanguageModel | None:
         """Return the model on the first rank, None on the others. Collective.
 
         With `merged=False` adapters are left out.
@@ -106,12 +106,12 @@ class Export:
         if self.is_plain:
             return self.model if self.ranks.is_first else None
         if self._copy is None and self.ranks.is_first:
-            self._copy = Transformer(self.model.spec).to(self.dtype)
+            self._copy = model_class(self.model.spec)(self.model.spec).to(self.dtype)
         self._reshard_model()
         modules = dict(self.model.named_modules())
         copies = {}
         if self._copy is not None:
-            copies = dict(self._copy.named_parameters())
+            copies = dict(self._copy.named_parameters()) | dict(self._copy.named_buffers())
         for name in hf_names(self.model.spec):
             value = gather_whole(find_weight(self.model, name))
             delta = None

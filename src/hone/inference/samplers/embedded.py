@@ -11,7 +11,7 @@ from hone.inference.prometheus import of_engine
 from hone.inference.samplers.base import ENGINE_CAN, Alternatives, Pause, Sampler
 from hone.inference.samplers.partial_completions import Streams
 from hone.kernels import cpu
-from hone.models.families import parse_model_config
+from hone.models.families import Implementation, parse_model_config
 from hone.models.hf import empty_model
 from hone.models.spec import ModelSpec, model_config_of, model_config_text
 from hone.models.weight_proof import Proof, find_likeliest, score_sequences
@@ -23,8 +23,13 @@ from hone.transport.transports import Receivers
 class EmbeddedSampler(Sampler):
     can = ENGINE_CAN
 
-    def __init__(self, service: EngineService) -> None:
+    def __init__(self, service: EngineService, implementation: Implementation = "auto") -> None:
+        """Serve the engine of `service`.
+
+        `implementation`: what computes a model of another architecture that is delivered later.
+        """
         self.service = service
+        self.implementation = implementation
         self.streams = Streams(self.generate, self.find_partials)
         # Of the served model.
         self.receivers = Receivers()
@@ -115,7 +120,8 @@ class EmbeddedSampler(Sampler):
         """Return the spec of the delivered model; parse its config.json only if it changed."""
         text = model_config_text(place)
         if self._described is None or self._described[0] != text:
-            spec = parse_model_config(model_config_of(text, place), str(place / "config.json"))
+            shape = model_config_of(text, place)
+            spec = parse_model_config(shape, str(place / "config.json"), self.implementation)
             self._described = text, spec
         return self._described[1]
 
@@ -127,6 +133,7 @@ class EmbeddedSampler(Sampler):
         of_each = self.proof.weight_fingerprints()
         return {
             "version": self.engine.version,
+            "implementation": model.spec.implementation,
             "checksum": self.proof.combine_checksum(of_each),
             "device": cpu.words(model.embed.weight.device.type),
             "dtype": str(model.embed.weight.dtype).removeprefix("torch."),

@@ -3,10 +3,11 @@
 Imports no torch.
 """
 
-from typing import Any
+from typing import Any, Literal
 
+from hone.models.families.borrowed import is_installed, parse_borrowed
 from hone.models.families.qwen3_moe import Qwen3Moe
-from hone.models.spec import Llama3Rope, ModelSpec
+from hone.models.spec import Llama3Rope, ModelSpec, NotImplementedHere
 
 FAMILIES: dict[str, type[ModelSpec]] = {
     "Qwen3ForCausalLM": ModelSpec,
@@ -14,7 +15,10 @@ FAMILIES: dict[str, type[ModelSpec]] = {
     "LlamaForCausalLM": ModelSpec,
     "Qwen3MoeForCausalLM": Qwen3Moe,
 }
-ELSEWHERE = "; vLLM samples from other models (--backend vllm)"
+ELSEWHERE = (
+    "; transformers, if it is installed (the extra transformers), computes others, and vLLM samples from them "
+    "(--backend vllm)"
+)
 
 
 def is_known(config: dict[str, Any]) -> bool:
@@ -22,16 +26,37 @@ def is_known(config: dict[str, Any]) -> bool:
     return (config.get("architectures") or [""])[0] in FAMILIES
 
 
-def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> ModelSpec:
+Implementation = Literal["auto", "hone", "transformers"]
+
+
+def parse_model_config(
+    config: dict[str, Any], origin: str = "config.json", implementation: Implementation = "auto"
+) -> ModelSpec:
     """Return the ModelSpec of a `config.json`; `origin` names the file in errors.
 
-    Raises ValueError for an architecture or option that is not implemented: a model that would
-    compute something else than intended is refused, not approximated.
+    Args:
+        implementation: "hone": Hone's own blocks; "transformers": transformers' modules; "auto":
+            Hone's where there are some for the model.
+
+    Raises:
+        ValueError: the implementation does not have the architecture or an option: a model that
+            would compute something else than intended is refused, not approximated.
     """
+    if implementation == "transformers":
+        return parse_borrowed(config, origin)
+    try:
+        return _parse_own(config, origin)
+    except NotImplementedHere:
+        if implementation == "hone" or not is_installed():
+            raise
+        return parse_borrowed(config, origin)
+
+
+def _parse_own(config: dict[str, Any], origin: str) -> ModelSpec:
     architecture = (config.get("architectures") or ["(none named)"])[0]
     if architecture not in FAMILIES:
         supported = ", ".join(FAMILIES)
-        raise ValueError(
+        raise NotImplementedHere(
             f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}"
         )
     family = FAMILIES[architecture]
@@ -42,12 +67,12 @@ def parse_model_config(config: dict[str, Any], origin: str = "config.json") -> M
     ):
         found = config.get(key)
         if found is not None and found != meant:
-            raise ValueError(
+            raise NotImplementedHere(
                 f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}"
             )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
+        raise NotImplementedHere(
             f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}"
         )
     is_llama = architecture == "LlamaForCausalLM"
@@ -87,7 +112,7 @@ def _rope_scaling(rope: dict[str, Any], origin: str) -> Llama3Rope | None:
     if kind == "default":
         return None
     if kind != "llama3":
-        raise ValueError(
+        raise NotImplementedHere(
             f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}"
         )
     return Llama3Rope(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hone.models.spec import ModelSpec
+from hone.models.spec import ModelSpec, NotImplementedHere
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Qwen3Moe(ModelSpec):
     @classmethod
     def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
         if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-            raise ValueError(
+            raise NotImplementedHere(
                 f"{origin}: blocks without experts (decoder_sparse_step, mlp_only_layers) are not supported"
             )
         return {

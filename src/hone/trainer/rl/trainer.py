@@ -21,8 +21,8 @@ from hone.kernels import numerics
 from hone.kernels.gpu import trains_model
 from hone.kernels.pinned_memory import started_to_host, to_device
 from hone.models.device_memory import total_bytes
+from hone.models.language_model import LanguageModel
 from hone.models.lora import add_lora, seed_dropout, without_lora
-from hone.models.transformer import Transformer
 from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
@@ -55,7 +55,7 @@ Values = dict[str, list[torch.Tensor]]  # of the micro-batches so far, by metric
 class PolicyTrainer:
     def __init__(
         self,
-        model: Transformer,
+        model: LanguageModel,
         config: TrainerConfig,
         max_steps: int,
         bad_steps: Path = Path("bad_steps"),

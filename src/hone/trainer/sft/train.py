@@ -20,9 +20,9 @@ import torch
 
 from hone import preemption
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, DataConfig, SFTConfig
+from hone.models.language_model import LanguageModel
 from hone.models.loading import Loaded, load_configured
 from hone.models.lora import add_lora, seed_dropout
-from hone.models.transformer import Transformer
 from hone.monitors import trackers
 from hone.monitors.events import EventList
 from hone.monitors.logging_setup import component_log
@@ -58,7 +58,7 @@ from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, s
 from hone.trainer.sharding import shard_model
 
 DataSets = list[list[dict[str, Any]]]
-Evaluate = Callable[[Transformer, Tokenizer, int], dict[str, float]]  # of a model after a step
+Evaluate = Callable[[LanguageModel, Tokenizer, int], dict[str, float]]  # of a model after a step
 BENCH_STEPS = 10  # steps of --bench
 FAKE_ROWS = 4096
 # What a rank without rows processes.

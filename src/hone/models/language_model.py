@@ -1,0 +1,102 @@
+"""The interface of a causal language model, for training and for sampling.
+
+    LanguageModel ◄── Transformer      Hone's own blocks (transformer.py)
+                  ◄── BorrowedModel    transformers' modules (borrowed_model.py)
+
+Shapes: T tokens, N kept tokens, D hidden, V vocabulary.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from hone.kernels.head import cap_logits
+from hone.kernels.linear import linear
+from hone.models.layers import Attention
+from hone.models.spec import ModelSpec
+
+
+class LanguageModel(nn.Module):
+    """A causal language model; `forward` returns hidden states, `compute_logits` logits.
+
+    Attributes:
+        spec: shape of the model.
+        embed: token embedding, with a `weight` (V x D).
+        blocks: the model's layers, which training shards and stores in 8 bits.
+        head: linear layer to logits; None if it is the embedding.
+        recomputes: with gradients, keep only the inputs of blocks and compute the rest in backward.
+        routing_TR: experts to use in all blocks, -1 for the router's choice; None: its choice.
+    """
+
+    embed: Any
+    blocks: nn.ModuleList
+    head: Any
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.recomputes = False
+        self.routing_TR: Tensor | None = None
+
+    @classmethod
+    def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:
+        """Return, by parameter name, the names of the HF tensors that the parameter stacks by rows."""
+        raise NotImplementedError
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self,
+            tokens_T: Tensor,
+            positions_T: Tensor,
+            attend: Attention,
+            keep_N: Tensor | None = None,
+        ) -> Tensor: ...
+
+    def forward(
+        self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
+    ) -> Tensor:
+        """Return the hidden states after the final norm, T x D, or only the rows `keep_N`, N x D.
+
+        `positions_T` are the tokens' positions in their own sequences. `attend` determines which
+        tokens of the flat axis T see each other.
+        """
+        raise NotImplementedError
+
+    def forward_embedded(
+        self,
+        x_TD: Tensor,
+        positions_T: Tensor | None,
+        attend: Attention,
+        keep_N: Tensor | None = None,
+    ) -> Tensor:
+        """Run `forward` on embedded tokens, for models that stay on the device.
+
+        Positions may be omitted if `attend` knows them.
+        """
+        raise NotImplementedError
+
+    def init_weights(self, generator: torch.Generator) -> None:
+        """Draw new weights."""
+        raise NotImplementedError
+
+    @property
+    def stays_on_device(self) -> bool:
+        """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
+        return False
+
+    @property
+    def expert_layers(self) -> list[Any]:
+        """Return the mixture of experts of each block, for models with replayed routing."""
+        return []
+
+    def compute_logits(self, hidden_TD: Tensor) -> Tensor:
+        """Return logits (T x V) in the dtype of the weights."""
+        return cap_logits(linear(hidden_TD, self.head_weight_VD), self.spec.logit_cap)
+
+    @property
+    def head_weight_VD(self) -> Tensor:
+        """Return the head's weight, which is the embedding's if they are tied."""
+        weight: Tensor = self.embed.weight if self.head is None else self.head.weight
+        return weight

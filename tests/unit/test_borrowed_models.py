@@ -1,0 +1,218 @@
+"""Models on transformers' modules: logits, gradients and greedy tokens are those of transformers."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hone.config.lora_config import LoRAConfig
+from hone.config.rl_config import TrainerConfig
+from hone.engine.engine import Engine
+from hone.models.attention_layouts import PackedAttention
+from hone.models.families import parse_model_config
+from hone.models.hf import hf_names, load_model, save_model
+from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, write_adapter
+from hone.records import Batch, GenerateRequest, Sample, Sampling
+from hone.trainer.rl.trainer import PolicyTrainer
+
+V = 256
+SHAPE = {
+    "vocab_size": V,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYERS = ["sliding_attention", "full_attention"] * 2
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "qwen3": {},
+    "llama": {},
+    "qwen2": {},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 8, "layer_types": LAYERS, "rope_parameters": YARN},
+    "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
+    "mistral": {"sliding_window": 8},
+    "ministral3": {
+        "rope_parameters": YARN
+        | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+    },
+    "gemma2": {"sliding_window": 8, "layer_types": LAYERS, "query_pre_attn_scalar": 32},
+    "gemma3_text": {"sliding_window": 8, "layer_types": LAYERS, "query_pre_attn_scalar": 32},
+    "granite": {
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 2.0,
+    },
+    "phi3": {"partial_rotary_factor": 0.75},
+    "gpt_oss": {"sliding_window": 8, "layer_types": LAYERS, **EXPERTS},
+}
+LENGTHS = [24, 9, 17]
+
+
+@pytest.fixture(params=FAMILIES)
+def case(request, tmp_path):
+    """A model's directory, transformers' model, and ours."""
+    config = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
+    config.tie_word_embeddings = request.param in ("gemma2", "gemma3_text", "granite")
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            is_norm = parameter.dim() == 1
+            parameter.normal_(0.0, 0.1 if is_norm else 0.2)
+            if is_norm and "norm" in name and "gemma" not in request.param:
+                parameter.add_(1.0)
+    theirs.save_pretrained(tmp_path / "model")
+    spec = parse_model_config(
+        json.loads((tmp_path / "model" / "config.json").read_text()), implementation="transformers"
+    )
+    return tmp_path / "model", theirs, load_model(tmp_path / "model", spec=spec)
+
+
+def sequences():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, V, (n,), generator=generator) for n in LENGTHS]
+
+
+def run_packed(model, rows):
+    attention = PackedAttention([len(row) for row in rows])
+    hidden = model(torch.cat(rows), attention.token_positions(), attention)
+    return model.compute_logits(hidden).split([len(row) for row in rows])
+
+
+def test_packed_logits_and_gradients_are_those_of_transformers(case):
+    _, theirs, ours = case
+    rows = sequences()
+    found = run_packed(ours, rows)
+    expected = [theirs(row[None]).logits[0] for row in rows]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    weight = torch.randn(sum(LENGTHS), V, generator=torch.Generator().manual_seed(2))
+    (torch.cat(found) * weight).sum().backward()
+    (torch.cat(expected) * weight).sum().backward()
+    gradients = dict(theirs.named_parameters())
+    table = hf_names(ours.spec)
+    for name, parameter in ours.named_parameters():
+        other = gradients[table[name][0]].grad
+        if other is None:
+            assert parameter.grad is None
+            continue
+        assert (parameter.grad - other).norm() <= 1e-4 * other.norm() + 1e-6, name
+
+
+def test_shared_prompts_are_those_of_whole_sequences(case):
+    _, _, ours = case
+    prompt, first, second = sequences()
+    attention = PackedAttention([len(prompt)], completions=[[len(first), len(second)]])
+    tokens = torch.cat([prompt, first, second])
+    with torch.no_grad():
+        hidden = ours(tokens, attention.token_positions(), attention)
+        parts = ours.compute_logits(hidden).split(LENGTHS)
+        for completion, part in ((first, parts[1]), (second, parts[2])):
+            (whole,) = run_packed(ours, [torch.cat([prompt, completion])])
+            torch.testing.assert_close(part, whole[len(prompt) :], rtol=1e-4, atol=1e-4)
+
+
+def test_greedy_tokens_and_logprobs_are_those_of_transformers(case):
+    _, theirs, ours = case
+    engine = Engine(ours, max_batch_size=4, max_model_len=64, kv_cache_gib=0.1, prefill_tokens=16)
+    rows = sequences()
+    requests = [
+        GenerateRequest(row.tolist(), Sampling(0.0, 20, seed=1), frozenset()) for row in rows
+    ]
+    for row, completion in zip(rows, engine.generate(requests), strict=True):
+        whole = torch.cat([row, torch.tensor(completion.ids)])
+        with torch.no_grad():
+            logprobs = theirs(whole[None]).logits[0].log_softmax(-1)[len(row) - 1 : -1]
+        own = logprobs.gather(1, whole[len(row) :, None]).squeeze(1)
+        assert (logprobs.max(-1).values - own).max() < 1e-4
+        torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=1e-4, atol=2e-4)
+
+
+def test_saved_weights_are_those_that_were_read(case, tmp_path):
+    directory, _, ours = case
+    save_model(ours, directory, tmp_path / "saved")
+    before, after = (
+        load_file(place / "model.safetensors") for place in (directory, tmp_path / "saved")
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_one_sequence_does_not_see_another(case):
+    _, _, ours = case
+    rows = sequences()
+    with torch.no_grad():
+        before = run_packed(ours, rows)
+        rows[0] = (rows[0] + 5) % V
+        after = run_packed(ours, rows)
+    assert not torch.equal(before[0], after[0])
+    for one, other in zip(before[1:], after[1:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_training_step_changes_all_weights_and_recomputing_gives_the_same(case, recomputes):
+    directory, _, ours = case
+    other = load_model(directory, spec=ours.spec)
+    samples = [
+        Sample(row.tolist(), [False] * 4 + [True] * (len(row) - 4), [0.0] * len(row), 1.0, 1.0)
+        for row in sequences()
+    ]
+    norms = []
+    for model, recompute in ((ours, recomputes), (other, False)):
+        calls = []
+        mixer = model.blocks[0].self_attn
+        mixer.register_forward_pre_hook(lambda module, _, calls=calls: calls.append(module))
+        keys = {"loss": {"type": "sft"}, "activation_checkpointing": recompute}
+        trainer = PolicyTrainer(model, TrainerConfig.model_validate(keys), 10)
+        norms.append(trainer.step(Batch(1, samples))["optim/grad_norm"])
+        assert len(calls) == (2 if recompute else 1)
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_adapters_of_all_linears_are_peft_s(case, tmp_path):
+    from peft import PeftModel
+
+    directory, theirs, ours = case
+    add_lora(ours, LoRAConfig(rank=4, alpha=8.0), seed=0)
+    generator = torch.Generator().manual_seed(3)
+    config = next(lora_modules(ours)).config
+    for lora in lora_modules(ours):
+        lora.B.data.normal_(0.0, 0.1, generator=generator)
+    rows = sequences()
+    with torch.no_grad():
+        beside = run_packed(ours, rows)
+        merged = run_packed(Merged(ours).model, rows)
+        write_adapter(adapter_tensors(ours), config, ours.spec, str(directory), tmp_path / "lora")
+        adapted = PeftModel.from_pretrained(theirs, tmp_path / "lora").eval()
+        for row, one, other in zip(rows, beside, merged, strict=True):
+            expected = adapted(row[None]).logits[0]
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=2e-4)
+            torch.testing.assert_close(other, expected, rtol=1e-4, atol=2e-4)
+    kinds = {name.rsplit(".", 1)[-1] for lora in lora_modules(ours) for name in lora.targets}
+    linears = {
+        name.rsplit(".", 1)[-1]
+        for name, module in theirs.named_modules()
+        if "base_layer" not in name and name.rsplit(".", 1)[-1].endswith("_proj")
+    }
+    assert kinds == linears
