@@ -12,7 +12,7 @@ from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
-from hone.models.hf import hf_names, load_model, save_model
+from hone.models.hf import empty_model, hf_names, load_model, save_model
 from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, write_adapter
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -63,6 +63,11 @@ FAMILIES = {
     },
     "phi3": {"partial_rotary_factor": 0.75},
     "gpt_oss": {"sliding_window": 8, "layer_types": LAYERS, **EXPERTS},
+    "cohere2": {"sliding_window": 8, "layer_types": LAYERS, "logit_scale": 0.25},
+    "exaone4": {"sliding_window": 8, "layer_types": LAYERS},
+    "glm4": {},
+    "stablelm": {},  # hands no arguments down to its layers
+    "starcoder2": {"sliding_window": 8},
 }
 LENGTHS = [24, 9, 17]
 
@@ -194,6 +199,11 @@ def test_adapters_of_all_linears_are_peft_s(case, tmp_path):
     from peft import PeftModel
 
     directory, theirs, ours = case
+    linears = {
+        name.rsplit(".", 1)[-1]
+        for name, module in theirs.get_decoder().layers.named_modules()
+        if type(module) is torch.nn.Linear
+    }
     add_lora(ours, LoRAConfig(rank=4, alpha=8.0), seed=0)
     generator = torch.Generator().manual_seed(3)
     config = next(lora_modules(ours)).config
@@ -210,9 +220,56 @@ def test_adapters_of_all_linears_are_peft_s(case, tmp_path):
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=2e-4)
             torch.testing.assert_close(other, expected, rtol=1e-4, atol=2e-4)
     kinds = {name.rsplit(".", 1)[-1] for lora in lora_modules(ours) for name in lora.targets}
-    linears = {
-        name.rsplit(".", 1)[-1]
-        for name, module in theirs.named_modules()
-        if "base_layer" not in name and name.rsplit(".", 1)[-1].endswith("_proj")
-    }
     assert kinds == linears
+
+
+def test_an_eight_bit_base_is_near_the_model(case):
+    _, _, ours = case
+    rows = sequences()
+    with torch.no_grad():
+        before = torch.cat(run_packed(ours, rows))
+        add_lora(ours, LoRAConfig(rank=4, base_bits=8), seed=0)
+        after = torch.cat(run_packed(ours, rows))
+    assert 0 < (after - before).norm() < 0.2 * before.norm()
+
+
+REFUSED = {
+    "qwen3_5_text": "layers of the kind linear_attention",
+    "lfm2": "layers of the kind conv",
+    "llama4_text": "layers of the kind chunked_attention",
+    "gpt2": "its layers are not a list",
+    "phi": "its head has a bias",
+    "gptj": "gptj",
+    "nothing_like_it": "no model of type nothing_like_it",
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_would_not_be_the_model_is_refused_by_name(kind, tmp_path):
+    config = SHAPE | {"model_type": kind, "architectures": ["X"]}
+    if kind == "lfm2":
+        config["layer_types"] = ["conv", "full_attention"] * 2
+    with pytest.raises(ValueError, match=REFUSED[kind]):
+        empty_model(parse_model_config(config), torch.float32, "cpu")
+
+
+def test_a_mixer_that_sees_the_sequence_before_is_refused():
+    config = SHAPE | {"model_type": "llama", "architectures": ["X"]}
+    model = empty_model(parse_model_config(config), torch.float32, "cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    model.refuse_unsupported()
+    mlp = model.blocks[1].mlp
+    before = mlp.forward
+    mlp.forward = lambda x: before(x + 0.3 * x.roll(1, dims=1))
+    with pytest.raises(ValueError, match="a packed sequence sees the one before it"):
+        model.refuse_unsupported()
+
+
+def test_layers_with_heads_of_another_size_are_refused():
+    config = SHAPE | {"model_type": "llama", "architectures": ["X"]}
+    model = empty_model(parse_model_config(config), torch.float32, "cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    attention = model.blocks[2].self_attn
+    attention.head_dim = 8
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not supported"):
+        model.refuse_unsupported()

@@ -317,8 +317,14 @@ def _on_host(x: Tensor) -> Tensor:
 def outputs_of(model: LanguageModel) -> Iterator[list[list[tuple[Tensor, Pending]]]]:
     """Context manager: record each block's output (residual stream, update not yet added to it)."""
     found: list[list[tuple[Tensor, Pending]]] = [[] for _ in model.blocks]
+
+    def record(layer: int, given: Any) -> None:
+        if model.spec.implementation != "hone":  # the stream, 1 x T x D, alone or first
+            given = (given[0] if isinstance(given, Tensor) else given[0][0], None)
+        found[layer].append(given)
+
     hooks = [
-        block.register_forward_hook(lambda _, __, given, i=i: found[i].append(given))
+        block.register_forward_hook(lambda _, __, given, i=i: record(i, given))
         for i, block in enumerate(model.blocks)
     ]
     try:

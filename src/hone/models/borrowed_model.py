@@ -1,4 +1,4 @@
-"""A language model on transformers' own modules, behind the interface of `Transformer`.
+"""A language model on transformers' own modules, behind the interface of `LanguageModel`.
 
     tokens_T, positions_T ─► transformers' decoder (B = 1) ─┬─ its layers' q, k, v ─► attend(layer, qkv, heads) ─┐
                                                             └───────────────────────────────────────────────────┴─►
@@ -15,13 +15,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hone.models.attention_layouts import AttentionOptions, Heads
-from hone.models.families.borrowed import BorrowedSpec
+from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
+from hone.models.families.borrowed import BorrowedSpec, make_config
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Attention, Linear
 from hone.models.spec import ModelSpec
 
-NAME = "hone"
+NAME = "hone"  # of the attention function in transformers
+CHECKED_TOKENS = 8  # of each sequence in `refuse_unsupported`
+# Between equal rows of two passes, as a share of the largest number; bfloat16 rounds to 0.4 %.
+MOST_DIFFERENCE = 0.02
+# Arguments that transformers passes to attention functions and that change nothing here.
+WITHOUT_EFFECT = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "cache_position",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "is_causal",
+    "past_key_values",
+}
+
+
+class _Pass:
+    """The attention of the latest pass, for models that do not hand arguments down to their layers."""
+
+    attend: Attention | None = None
 
 
 class BorrowedModel(LanguageModel):
@@ -31,26 +52,41 @@ class BorrowedModel(LanguageModel):
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM
 
         _register_attention()
         assert isinstance(spec, BorrowedSpec)
-        keys = {key: value for key, value in spec.config.items() if key != "model_type"}
-        config = AutoConfig.for_model(spec.config["model_type"], **keys)
-        whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            config, attn_implementation=NAME, dtype=torch.get_default_dtype()
-        )
+        try:
+            whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                make_config(spec.config), attn_implementation=NAME, dtype=torch.get_default_dtype()
+            )
+        except KeyError as error:  # its own choice of attention functions
+            raise ValueError(
+                f"a {spec.config['model_type']} model is not supported on transformers' modules: {error}"
+            ) from error
         decoder = whole.get_decoder()
+        kind = type(whole).__name__
+        if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+            raise ValueError(f"{kind} is not supported: its layers are not a list named layers")
         self.blocks = decoder.layers
         for layer in self.blocks:
             _replace_linears(layer)
         self.embed = whole.get_input_embeddings()
         head = whole.get_output_embeddings()
+        if getattr(head, "bias", None) is not None:
+            raise ValueError(f"{kind} is not supported: its head has a bias")
         self.head = None if spec.tie_word_embeddings else head
         self.whole = whole
-        # Granite divides its logits; here the hidden states, which gives the same.
-        self.logits_scaling = float(getattr(decoder.config, "logits_scaling", None) or 1.0)
-        whole.gradient_checkpointing_enable({"use_reentrant": False})
+        # Granite divides its logits, Cohere multiplies them; here the hidden states, with the same result.
+        divisor = getattr(decoder.config, "logits_scaling", None) or 1.0
+        self.logit_factor = float(getattr(decoder.config, "logit_scale", None) or 1.0) / divisor
+        self.current = _Pass()
+        for module in decoder.modules():
+            module.__dict__["hone_pass"] = self.current
+        # Renamed in transformers 5.23.
+        enable = getattr(whole, "activation_checkpointing_enable", None)
+        if whole.supports_gradient_checkpointing:
+            (enable or whole.gradient_checkpointing_enable)({"use_reentrant": False})
         whole.eval()
 
     @classmethod
@@ -66,19 +102,61 @@ class BorrowedModel(LanguageModel):
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
     ) -> Tensor:
         """Return the hidden states after the final norm, T x D, or N x D with `keep_N`."""
-        decoder = self.whole.get_decoder()
-        for (
-            layer
-        ) in self.blocks:  # each of them looks at its own `training`, its parts stay as they are
+        self.current.attend = attend
+        for layer in self.blocks:  # not its parts, which may have dropout
             layer.training = self.recomputes
-        out = decoder(
-            input_ids=tokens_T[None],
-            position_ids=positions_T[None],
-            use_cache=False,
-            attend=attend,
-        )
-        hidden_TD: Tensor = out.last_hidden_state[0] / self.logits_scaling
+        keys = {"position_ids": positions_T[None], "use_cache": False, "attend": attend}
+        out = self.whole.get_decoder()(input_ids=tokens_T[None], **keys)
+        hidden_TD: Tensor = out.last_hidden_state[0] * self.logit_factor
         return hidden_TD if keep_N is None else hidden_TD.index_select(0, keep_N)
+
+    @torch.no_grad()
+    def refuse_unsupported(self) -> None:
+        """Compute two packed sequences. Raises ValueError if this would not be the model.
+
+        A mixer other than attention lets a sequence see the one before it; a head may have more
+        than a weight; some layers may have heads of another number or size.
+        """
+        kind = type(self.whole).__name__
+        try:
+            self._check_pass(kind)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise ValueError(
+                f"{kind} is not supported on transformers' modules: {type(error).__name__}, {first}"
+            ) from error
+
+    def _check_pass(self, kind: str) -> None:
+        device = self.embed.weight.device
+        attention = PackedAttention([CHECKED_TOKENS] * 2, device)
+        ids = torch.arange(3 * CHECKED_TOKENS, device=device) % self.spec.vocab_size
+        first, other, second = ids.split(CHECKED_TOKENS)
+        positions = attention.token_positions()
+        sizes = []
+
+        def attend(layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+            sizes.append(((qkv_TNE.shape[1] - heads.H) // 2, qkv_TNE.shape[2]))
+            return attention(layer, qkv_TNE, heads)
+
+        one = self(torch.cat([first, second]), positions, attend)
+        two = self(torch.cat([other, second]), positions, attend)
+        if _differs(one[CHECKED_TOKENS:], two[CHECKED_TOKENS:]):
+            raise ValueError(
+                f"{kind} is not supported on transformers' modules: a packed sequence sees the one before it"
+            )
+        own = (self.spec.num_key_value_heads, self.spec.head_dim)
+        if sizes != [own] * 2 * len(self.blocks):
+            found = ", ".join(f"{heads} of {size}" for heads, size in sorted(set(sizes)))
+            raise ValueError(
+                f"{kind} is not supported on transformers' modules: all {len(self.blocks)} layers must attend with "
+                f"{own[0]} key/value heads of {own[1]}, found {found or 'none'}"
+            )
+        keys = {"position_ids": positions[None], "use_cache": False, "attend": attend}
+        theirs = self.whole(input_ids=torch.cat([other, second])[None], **keys).logits[0]
+        if _differs(self.compute_logits(two), theirs):
+            raise ValueError(
+                f"{kind} is not supported on transformers' modules: its logits are not products with its head's weight"
+            )
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
@@ -86,6 +164,12 @@ class BorrowedModel(LanguageModel):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator.initial_seed())
             self.whole.init_weights()
+
+
+def _differs(one: Tensor, two: Tensor) -> bool:
+    """Return True if two tensors differ by more than rounding, or are not finite."""
+    largest = float(one.float().abs().max())
+    return not float((one.float() - two.float()).abs().max()) <= MOST_DIFFERENCE * largest
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -115,14 +199,25 @@ def attend_heads(
     value_1KTE: Tensor,
     attention_mask: Tensor | None,
     *,
-    attend: Attention,
+    attend: Attention | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function of transformers: pass rotated q, k and v to the attention of the pass."""
+    """Attention function of transformers: pass rotated q, k and v to the attention of the pass.
+
+    Raises TypeError for arguments with another meaning than those here.
+    """
+    unknown = {key for key, value in others.items() if value is not None} - WITHOUT_EFFECT
+    if unknown:
+        raise TypeError(f"the argument {min(unknown)} of its attention is not known")
+    if query_1HTE.shape[3] != value_1KTE.shape[3]:
+        raise TypeError("values have another size than keys")
+    if attend is None:
+        attend = module.__dict__["hone_pass"].attend
+    assert attend is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query_1HTE, key_1KTE, value_1KTE))
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     heads = Heads(q.shape[1], None, None, 0.0, None, options.without_defaults(q.shape[2]))

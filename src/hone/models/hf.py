@@ -143,7 +143,9 @@ def load_model(
         model.init_weights(torch.Generator().manual_seed(seed))
     else:
         load_weights(dict(hf_tensors(model)), directory)
-    return model.to(device)
+    model = model.to(device)
+    model.refuse_unsupported()
+    return model
 
 
 def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str) -> LanguageModel:

@@ -64,6 +64,9 @@ class LanguageModel(nn.Module):
         """
         raise NotImplementedError
 
+    def refuse_unsupported(self) -> None:
+        """Raise ValueError if a pass of this model would not be what its config.json says."""
+
     def forward_embedded(
         self,
         x_TD: Tensor,

@@ -31,6 +31,10 @@ def shard_model(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
     device = model.embed.weight.device
     if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
         return
+    if model.spec.implementation != "hone":
+        raise ValueError(
+            "trainer.sharding: a model on transformers' modules is not sharded; take none, or one trainer process"
+        )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from hone.models.spec import ModelSpec
 
 NOT_SHAPE = ("dtype", "torch_dtype", "transformers_version")
-TEXT_PARTS = ("text_config", "llm_config", "language_config")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -20,12 +20,22 @@ class BorrowedSpec(ModelSpec):
     """Shape of a model on transformers' modules; `config_text` is its config.json."""
 
     config_text: str = ""
+    experts: int = 1
+    active_experts: int = 1
 
     has_fast_paths: ClassVar[bool] = False
     implementation: ClassVar[str] = "transformers"
 
     def stacked_rows(self, name: str) -> int:
         return 0
+
+    @property
+    def active_feed_forward(self) -> int:
+        return self.active_experts * super().active_feed_forward
+
+    @property
+    def feed_forward_size(self) -> int:
+        return self.experts * super().active_feed_forward
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -38,64 +48,76 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a config.json that describes the language model."""
-    for key in TEXT_PARTS:
-        if isinstance(config.get(key), dict):
-            return config[key] | {"tie_word_embeddings": _is_tied(config, config[key])}
-    return config
-
-
-def _is_tied(config: dict[str, Any], part: dict[str, Any]) -> bool:
-    return bool(part.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-
-
 def parse_borrowed(config: dict[str, Any], origin: str) -> BorrowedSpec:
     """Return the shape of a model that transformers computes. Raises ValueError.
 
     Keys that a config.json leaves out have the values of transformers' configuration class.
     """
-    whole = _with_defaults(config, origin)
-    text = text_part(whole)
-    cap = text.get("final_logit_softcapping")
+    text = make_config(config, origin).get_text_config()
     try:
-        heads = int(text["num_attention_heads"])
-        hidden = int(text["hidden_size"])
-        return BorrowedSpec(
-            vocab_size=int(text["vocab_size"]),
-            hidden_size=hidden,
-            intermediate_size=int(text.get("intermediate_size") or 4 * hidden),
-            num_hidden_layers=int(text["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(text.get("num_key_value_heads") or heads),
-            head_dim=int(text.get("head_dim") or hidden // heads),
-            rms_norm_eps=float(text.get("rms_norm_eps") or 1e-6),
-            rope_theta=0.0,
-            tie_word_embeddings=bool(text.get("tie_word_embeddings", False)),
-            max_position_embeddings=int(text.get("max_position_embeddings") or 32768),
-            initializer_range=float(text.get("initializer_range") or 0.02),
-            qkv_bias=False,
-            qk_norm=False,
-            logit_cap=None if cap is None else float(cap),
-            config_text=json.dumps({k: v for k, v in config.items() if k not in NOT_SHAPE}),
+        return _parse_text(config, text, origin)
+    except ValueError:
+        raise
+    except Exception as error:  # transformers' class for a key that layers have of their own
+        first = str(error).splitlines()[0]
+        raise ValueError(f"{origin}: not supported on transformers' modules: {first}") from None
+
+
+def _parse_text(config: dict[str, Any], text: Any, origin: str) -> BorrowedSpec:
+    kinds = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
+    if kinds:
+        raise ValueError(
+            f"{origin}: layers of the kind {min(kinds)} are not supported on transformers' modules; supported: "
+            f"{', '.join(LAYER_TYPES)}"
         )
-    except KeyError as error:
-        raise ValueError(f"{origin}: key {error.args[0]!r} is missing") from None
+
+    def read(*names: str) -> Any:
+        return next((found for x in names if (found := getattr(text, x, None)) is not None), None)
+
+    heads, hidden, layers = (
+        read(name) for name in ("num_attention_heads", "hidden_size", "num_hidden_layers")
+    )
+    if None in (heads, hidden, layers):
+        raise ValueError(
+            f"{origin}: it does not say heads, hidden size and layers of a transformer"
+        )
+    experts = read("num_local_experts", "num_experts", "n_routed_experts") or 1
+    return BorrowedSpec(
+        vocab_size=int(text.vocab_size),
+        hidden_size=int(hidden),
+        intermediate_size=int(read("moe_intermediate_size", "intermediate_size") or 4 * hidden),
+        num_hidden_layers=int(layers),
+        num_attention_heads=int(heads),
+        num_key_value_heads=int(read("num_key_value_heads") or heads),
+        head_dim=int(read("head_dim") or hidden // heads),
+        rms_norm_eps=1e-6,
+        rope_theta=0.0,
+        tie_word_embeddings=bool(text.tie_word_embeddings),
+        max_position_embeddings=int(read("max_position_embeddings") or 32768),
+        initializer_range=float(read("initializer_range") or 0.02),
+        qkv_bias=False,
+        qk_norm=False,
+        logit_cap=read("final_logit_softcapping"),
+        config_text=json.dumps({k: v for k, v in config.items() if k not in NOT_SHAPE}),
+        experts=int(experts),
+        active_experts=int(read("num_experts_per_tok") or 1) if experts > 1 else 1,
+    )
 
 
-def _with_defaults(config: dict[str, Any], origin: str) -> dict[str, Any]:
+def make_config(config: dict[str, Any], origin: str = "config.json") -> Any:
+    """Return transformers' configuration object. Raises ValueError."""
+    kind = str(config.get("model_type"))
     try:
-        from transformers import AutoConfig
+        from transformers import CONFIG_MAPPING
     except ImportError:
         raise ValueError(
-            f"{origin}: architecture {(config.get('architectures') or ['(none named)'])[0]} is computed by "
-            "transformers, which is not installed: uv sync --extra transformers"
+            f"{origin}: a model of type {kind} is computed by transformers, which is not installed; install the extra "
+            "transformers (uv sync --extra transformers)"
         ) from None
-    kind = str(config.get("model_type", ""))
+    if kind not in CONFIG_MAPPING.keys():  # noqa: SIM118, a mapping that loads its values
+        raise ValueError(f"{origin}: this version of transformers has no model of type {kind}")
     try:
-        made = AutoConfig.for_model(kind, **{k: v for k, v in config.items() if k != "model_type"})
-    except (ValueError, KeyError, TypeError) as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(f"{origin}: transformers does not know this model: {first}") from None
-    found: dict[str, Any] = made.to_dict()
-    return found
+        return CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # each configuration class checks in its own way
+        first = str(error).strip().splitlines()[0]
+        raise ValueError(f"{origin}: transformers refuses it: {first}") from None
