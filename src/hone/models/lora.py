@@ -229,8 +229,7 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora.config.keeps_copy for lora in lora_modules(trained)):
             return
-        with torch.device("meta"):
-            self.model = model_class(trained.spec)(trained.spec)
+        self.model = model_class(trained.spec).make_shell(trained.spec)
         for name in dict(self.model.named_buffers()):
             path, _, leaf = name.rpartition(".")
             setattr(self.model.get_submodule(path), leaf, trained.get_buffer(name))
