@@ -5,7 +5,7 @@ import torch
 
 from hone.models.hf import empty_model
 from hone.models.spec import ModelSpec
-from hone.models.weight_proof import CANARY_LENGTH, CanaryScorer, canary_ids, score_sequence
+from hone.models.weight_proof import CanaryScorer, canary_ids, score_sequence
 from tests.integration.test_network import sent_and_received
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -31,14 +31,14 @@ def test_a_gpu_gives_a_cpu_what_it_has():
 def test_a_canary_that_is_scored_again_is_that_of_the_weights_as_they_are():
     spec = ModelSpec(500, 256, 512, 3, 4, 2, 64, 1e-6, 10000.0, True, 64, 0.06, False)
     model = empty_model(spec, torch.bfloat16, "cuda")
-    scorer, ids = CanaryScorer(model), canary_ids(500)
+    scorer, ids = CanaryScorer(model), canary_ids(model.spec)
     found = []
     for seed in range(3):
         model.init_weights(torch.Generator("cuda").manual_seed(seed))
         found.append(scorer(ids))
         assert found[-1] == score_sequence(model, ids)
         assert scorer(ids[::-1]) == score_sequence(model, ids[::-1])
-        assert scorer(ids[: CANARY_LENGTH // 2]) == score_sequence(model, ids[: CANARY_LENGTH // 2])
+        assert scorer(ids[:16]) == score_sequence(model, ids[:16])
         # What is free is written over: the graph reads nothing that nobody keeps.
         junk = [
             torch.full((size,), -1, dtype=torch.int64, device="cuda")

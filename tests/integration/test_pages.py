@@ -21,6 +21,7 @@ TRIED = {
     "evaluation.md": "here",
     "exact.md": "here",
     "inference.md": "here; with vLLM in test_samplers.py",
+    "models.md": "test_borrowed.py",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
     "services.md": "test_seed_commands.py, test_nodes.py",
     "slurm.md": "test_slurm.py",
@@ -179,7 +180,7 @@ def test_the_page_on_exact_numerics(served):
     rl, *probes = commands_of("exact.md")
     refused = at_a_shell(f"{rl} --model.device cpu", served)
     assert refused.returncode == 1 and "model.numerics exact is for a GPU" in refused.stderr
-    assert "Traceback" not in refused.stderr and len(probes) == 3
+    assert "Traceback" not in refused.stderr and len(probes) == 4
     for line in probes:
         said = typed(f"{line} --model.device cpu --rollouts 20 --max-tokens 20", served)
         assert (

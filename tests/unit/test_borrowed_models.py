@@ -14,6 +14,7 @@ from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import empty_model, hf_names, load_model, save_model
 from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, write_adapter
+from hone.models.weight_proof import canary_ids, score_sequence
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
 
@@ -40,21 +41,32 @@ YARN = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
+MINISTRAL_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 100.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 FAMILIES = {
     "qwen3": {},
     "llama": {},
     "qwen2": {},
     "olmo2": {},
-    "olmo3": {"sliding_window": 8, "layer_types": LAYERS, "rope_parameters": YARN},
+    "olmo3": {
+        "sliding_window": 8,
+        "layer_types": LAYERS,
+        "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN_ROPE},
+    },
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "mistral": {"sliding_window": 8},
-    "ministral3": {
-        "rope_parameters": YARN
-        | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
-    },
+    "ministral3": {"rope_parameters": MINISTRAL_ROPE},
     "gemma2": {"sliding_window": 8, "layer_types": LAYERS, "query_pre_attn_scalar": 32},
-    "gemma3_text": {"sliding_window": 8, "layer_types": LAYERS, "query_pre_attn_scalar": 32},
+    "gemma3_text": {
+        "sliding_window": 8,
+        "layer_types": LAYERS,
+        "query_pre_attn_scalar": 32,
+        "rope_parameters": {
+            "full_attention": PLAIN_ROPE | {"rope_type": "linear", "factor": 8.0},
+            "sliding_attention": PLAIN_ROPE,
+        },
+    },
     "granite": {
         "embedding_multiplier": 6.0,
         "residual_multiplier": 0.5,
@@ -231,6 +243,41 @@ def test_an_eight_bit_base_is_near_the_model(case):
         add_lora(ours, LoRAConfig(rank=4, base_bits=8), seed=0)
         after = torch.cat(run_packed(ours, rows))
     assert 0 < (after - before).norm() < 0.2 * before.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "without", "tokens"),
+    [
+        (
+            "gemma3_text",
+            {"sliding_window": 64, "layer_types": LAYERS},
+            {"layer_types": ["full_attention"] * 4},
+            66,
+        ),
+        (
+            "ministral3",
+            {"rope_parameters": MINISTRAL_ROPE | {"original_max_position_embeddings": 40}},
+            {"rope_parameters": MINISTRAL_ROPE | {"original_max_position_embeddings": 80}},
+            42,
+        ),
+        ("llama", {}, {}, 33),
+    ],
+)
+def test_the_canary_reaches_past_windows_and_scaled_rotation(kind, keys, without, tokens):
+    config = SHAPE | {"model_type": kind, "architectures": ["X"]} | keys
+    model, other = (
+        empty_model(parse_model_config(shape), torch.float32, "cpu")
+        for shape in (config, config | without)
+    )
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            two.copy_(one.normal_(0.0, 0.2) if one.dim() > 1 else one.fill_(0.5))
+    ids = canary_ids(model.spec)
+    assert len(ids) == tokens
+    scores = [torch.tensor(score_sequence(one, ids)) for one in (model, other)]
+    differ = float((scores[0] - scores[1]).abs().max())
+    assert differ > 0.01 if without else differ == 0
 
 
 REFUSED = {

@@ -210,7 +210,7 @@ def test_the_checksum_sees_every_byte():
     for model in (one, two):
         model.init_weights(torch.Generator().manual_seed(0))
     assert model_checksum(one) == model_checksum(two) and len(model_checksum(one)) == 32
-    ids = canary_ids(SPEC.vocab_size)
+    ids = canary_ids(SPEC)
     assert (
         score_sequence(one, ids) == score_sequence(two, ids)
         and len(score_sequence(one, ids)) == len(ids) - 1

@@ -2,11 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hone.config.base import Config
 from hone.config.lora_config import LoRAConfig
-from hone.config.sections import ModelConfig, Positive, Url
+from hone.config.sections import ModelConfig, Positive, Url, as_list
 
 
 class ProbeConfig(Config):
@@ -17,6 +17,8 @@ class ProbeConfig(Config):
     """Rollouts to sample, of random tokens: single ones and many at once, of one prompt, and such that go on."""
     max_tokens: Annotated[int, Field(ge=2)] = 256
     """Most tokens of a completion, and of what is new in a prompt."""
+    lengths: Annotated[list[Positive], BeforeValidator(as_list)] = Field(default=[])
+    """Tokens of the prompts, in turn; unless given, each has up to max_tokens new ones."""
     temperature: Annotated[float, Field(gt=0)] = 1.0
     """Sampling temperature, also used for the compared logprobs."""
     seed: int = 0

@@ -8,7 +8,7 @@ if any differ: some rollouts again, one by one ─► hidden states after each b
 import asyncio
 import random
 import string
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +62,12 @@ def main(config: ProbeConfig) -> None:
             nn.init.normal_(lora.B, std=0.01)
     if config.server is None:
         found = probe_model(
-            model, config.rollouts, config.max_tokens, config.temperature, config.seed
+            model,
+            config.rollouts,
+            config.max_tokens,
+            config.temperature,
+            config.seed,
+            config.lengths,
         )
     else:
         found = compare_logprobs(
@@ -79,15 +84,24 @@ def main(config: ProbeConfig) -> None:
 
 
 def probe_model(
-    model: LanguageModel, count: int, max_tokens: int, temperature: float = 1.0, seed: int = 0
+    model: LanguageModel,
+    count: int,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    lengths: Sequence[int] = (),
 ) -> Found:
-    """Compare sampling and training logprobs of a model on `count` rollouts of random prompts."""
+    """Compare sampling and training logprobs of a model on `count` rollouts of random prompts.
+
+    `lengths`: tokens of the prompts, in turn; none: up to `max_tokens` new ones each.
+    """
     sampled = Merged(model).model
-    length = min(4 * max_tokens, model.spec.max_position_embeddings)
+    wanted = max(4 * max_tokens, max(lengths, default=0) + max_tokens + 1)
+    length = min(wanted, model.spec.max_position_embeddings)
     engine = Engine(
         sampled, max_batch_size=max(WAVES), max_model_len=length, kv_cache_gib=CACHE_GIB
     )
-    rollouts = sample_waves(engine, count, max_tokens, temperature, random.Random(seed))
+    rollouts = sample_waves(engine, count, max_tokens, temperature, random.Random(seed), lengths)
     return compare_logprobs(model, rollouts, temperature, sampled)
 
 
@@ -114,7 +128,12 @@ def compare_logprobs(
 
 
 def sample_waves(
-    engine: Engine, count: int, max_tokens: int, temperature: float, draw: random.Random
+    engine: Engine,
+    count: int,
+    max_tokens: int,
+    temperature: float,
+    draw: random.Random,
+    lengths: Sequence[int] = (),
 ) -> Waves:
     """Sample `count` completions in batches of several sizes.
 
@@ -127,7 +146,9 @@ def sample_waves(
         prompts: list[list[int]] = []
         for _ in range(min(WAVES[len(done) % len(WAVES)], count - len(done))):
             kind = draw.random()
-            new = draw.choices(vocabulary, k=draw.randint(1, max_tokens))
+            number = len(done) + len(prompts)
+            size = lengths[number % len(lengths)] if lengths else draw.randint(1, max_tokens)
+            new = draw.choices(vocabulary, k=size)
             if kind < 0.3 and prompts:
                 prompts.append(prompts[-1])
             elif kind < 0.6 and last:
@@ -162,7 +183,9 @@ async def sample_from_server(config: ProbeConfig, url: str) -> Waves:
             chats = []
             for _ in range(min(WAVES[len(done) % len(WAVES)], config.rollouts - len(done))):
                 kind = draw.random()
-                text = "".join(draw.choices(LETTERS, k=draw.randint(1, config.max_tokens)))
+                sizes = config.lengths or [draw.randint(1, config.max_tokens)]
+                size = sizes[(len(done) + len(chats)) % len(sizes)]
+                text = "".join(draw.choices(LETTERS, k=size))
                 if kind < 0.3 and chats:
                     chats.append(chats[-1])
                 else:

@@ -74,6 +74,12 @@ class ModelSpec:
     has_fast_paths: ClassVar[bool] = True  # packed models and captured steps support this block
 
     @property
+    def context_marks(self) -> tuple[int, ...]:
+        """Return the distances in tokens at which attention or rotation changes, such as a window."""
+        rope = self.rope_scaling
+        return () if rope is None else (rope.original_max_position_embeddings,)
+
+    @property
     def routed_experts(self) -> int:
         """Return the number of experts per token over all blocks, 0 if there is no routing."""
         return 0

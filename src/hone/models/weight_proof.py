@@ -17,8 +17,10 @@ from hone.kernels.logprobs import target_logprobs
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_tensors
 from hone.models.language_model import LanguageModel
+from hone.models.spec import ModelSpec
 
-CANARY_LENGTH = 33
+# Tokens of the canary, and at most: two more than the distances at which attention changes.
+CANARY_TOKENS, MOST_CANARY_TOKENS = 33, 1030
 ROWS, FP32 = 4096, torch.float32  # tokens whose logits are computed at a time
 
 
@@ -67,9 +69,19 @@ def model_checksum(model: LanguageModel) -> str:
     return proof.combine_checksum(proof.weight_fingerprints())
 
 
-def canary_ids(vocab_size: int) -> list[int]:
+def canary_length(spec: ModelSpec) -> int:
+    """Return the tokens of the canary: it reaches past a window and past scaled rotation if it can.
+
+    A canary within the window is blind to it: both give the same logprobs.
+    """
+    most = min(MOST_CANARY_TOKENS, spec.max_position_embeddings)
+    marks = [mark + 2 for mark in spec.context_marks if mark + 2 <= most]
+    return max([CANARY_TOKENS, *marks])
+
+
+def canary_ids(spec: ModelSpec) -> list[int]:
     """Return a fixed sequence of token ids, spread over the vocabulary."""
-    return [(7919 * (i + 1)) % vocab_size for i in range(CANARY_LENGTH)]
+    return [(7919 * (i + 1)) % spec.vocab_size for i in range(canary_length(spec))]
 
 
 def score_sequence(model: LanguageModel, ids: list[int]) -> list[float]:
@@ -88,25 +100,26 @@ class CanaryScorer:
         # Otherwise ranks gather its weights for each pass.
         is_whole = not hasattr(model, "reshard")
         self.model = model
+        self.length = canary_length(model.spec)
         self._captured = Captured()
         self._is_captured = is_whole and model.stays_on_device
 
     @torch.no_grad()
     def __call__(self, ids: list[int]) -> list[float]:
-        if len(ids) != CANARY_LENGTH or not self._is_captured:
+        if len(ids) != self.length or not self._is_captured:
             return score_sequence(self.model, ids)
-        if CANARY_LENGTH not in self._captured:
+        if self.length not in self._captured:
             self._capture_graph()
         self.ids.copy_(torch.tensor(ids))
-        logprobs: Tensor = self._captured.replay(CANARY_LENGTH)
+        logprobs: Tensor = self._captured.replay(self.length)
         found: list[float] = logprobs.tolist()
         return found
 
     def _capture_graph(self) -> None:
         model = self.model
         device = self.model.embed.weight.device
-        count = CANARY_LENGTH - 1
-        ids = self.ids = torch.zeros(CANARY_LENGTH, dtype=torch.int64, device=device)
+        count = self.length - 1
+        ids = self.ids = torch.zeros(self.length, dtype=torch.int64, device=device)
         packed = PackedAttention([count], device)
         ones = torch.ones(count, dtype=FP32, device=device)
         positions = packed.token_positions()
@@ -116,7 +129,7 @@ class CanaryScorer:
             logits = model.compute_logits(model(ids[:-1], positions, packed))
             return target_logprobs(logits, ids[1:], ones)[0]
 
-        self._captured.capture(CANARY_LENGTH, forward_pass)
+        self._captured.capture(self.length, forward_pass)
 
 
 @torch.no_grad()

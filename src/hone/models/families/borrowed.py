@@ -20,6 +20,8 @@ class BorrowedSpec(ModelSpec):
     """Shape of a model on transformers' modules; `config_text` is its config.json."""
 
     config_text: str = ""
+    window: int | None = None
+    original_length: int | None = None  # before rotation was scaled
     experts: int = 1
     active_experts: int = 1
 
@@ -28,6 +30,10 @@ class BorrowedSpec(ModelSpec):
 
     def stacked_rows(self, name: str) -> int:
         return 0
+
+    @property
+    def context_marks(self) -> tuple[int, ...]:
+        return tuple(mark for mark in (self.window, self.original_length) if mark)
 
     @property
     def active_feed_forward(self) -> int:
@@ -99,9 +105,20 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> BorrowedSpec:
         qk_norm=False,
         logit_cap=read("final_logit_softcapping"),
         config_text=json.dumps({k: v for k, v in config.items() if k not in NOT_SHAPE}),
+        window=read("sliding_window"),
+        original_length=_find_original_length(read("rope_parameters", "rope_scaling")),
         experts=int(experts),
         active_experts=int(read("num_experts_per_tok") or 1) if experts > 1 else 1,
     )
+
+
+def _find_original_length(rope: Any) -> int | None:
+    """Return the context length before the rotation was scaled, also if layers have rotations of their own."""
+    if not isinstance(rope, dict):
+        return None
+    found = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    lengths = [part.get("original_max_position_embeddings") for part in found]
+    return max((int(n) for n in lengths if n), default=None)
 
 
 def make_config(config: dict[str, Any], origin: str = "config.json") -> Any:

@@ -187,7 +187,7 @@ class Publisher:
         config = session.config
         self.keep = config.max_async_level + 2
         self.is_first_time = True
-        self.canary_ids = canary_ids(loaded.model.spec.vocab_size)
+        self.canary_ids = canary_ids(loaded.model.spec)
         self.score = CanaryScorer(loaded.model)
         self.proof: Proof | None = None  # of the exported model, which stays the same object
         self.orchestrator = PulseOf(run.pulse_file("orchestrator"))
