@@ -280,6 +280,45 @@ def test_the_canary_reaches_past_windows_and_scaled_rotation(kind, keys, without
     assert differ > 0.01 if without else differ == 0
 
 
+VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+WITH_VISION = {"gemma3": "gemma3_text", "mistral3": "ministral3", "llava": "llama"}
+
+
+@pytest.mark.parametrize("kind", WITH_VISION)
+def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(kind, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    text = SHAPE | FAMILIES[WITH_VISION[kind]] | {"model_type": WITH_VISION[kind]}
+    clip = {"model_type": "clip_vision_model", "projection_dim": 16} if kind == "llava" else {}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION | clip)
+    torch.manual_seed(0)
+    theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    theirs.save_pretrained(tmp_path / "model")
+    ours = load_model(tmp_path / "model")
+    rows = sequences()
+    with torch.no_grad():
+        for row, found in zip(rows, run_packed(ours, rows), strict=True):
+            torch.testing.assert_close(found, theirs(row[None]).logits[0], rtol=1e-4, atol=1e-4)
+        before = load_file(tmp_path / "model" / "model.safetensors")
+        ours.blocks[1].self_attn.q_proj.weight.add_(1.0)
+    save_model(ours, tmp_path / "model", tmp_path / "saved")
+    after = load_file(tmp_path / "saved" / "model.safetensors")
+    assert before.keys() == after.keys()
+    changed = [name for name in before if not torch.equal(before[name], after[name])]
+    assert len(changed) == 1 and changed[0].endswith("layers.1.self_attn.q_proj.weight")
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
+    with torch.no_grad():
+        found = run_packed(load_model(tmp_path / "saved"), rows)[0]
+        torch.testing.assert_close(found, again(rows[0][None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
 REFUSED = {
     "qwen3_5_text": "layers of the kind linear_attention",
     "lfm2": "layers of the kind conv",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
-from hone.models.families.borrowed import BorrowedSpec, make_config
+from hone.models.families.borrowed import BorrowedSpec, make_text_config
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Attention, Linear
 from hone.models.spec import ModelSpec
@@ -58,11 +58,15 @@ class BorrowedModel(LanguageModel):
         assert isinstance(spec, BorrowedSpec)
         try:
             whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                make_config(spec.config), attn_implementation=NAME, dtype=torch.get_default_dtype()
+                make_text_config(spec.config),
+                attn_implementation=NAME,
+                dtype=torch.get_default_dtype(),
             )
-        except KeyError as error:  # its own choice of attention functions
+        except (KeyError, ValueError) as error:
+            first = str(error).splitlines()[0]
+            kind = spec.config["model_type"]
             raise ValueError(
-                f"a {spec.config['model_type']} model is not supported on transformers' modules: {error}"
+                f"a {kind} model is not supported on transformers' modules: {first}"
             ) from error
         decoder = whole.get_decoder()
         kind = type(whole).__name__

@@ -142,7 +142,9 @@ def load_model(
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
     else:
-        load_weights(dict(hf_tensors(model)), directory)
+        wanted = dict(hf_tensors(model))
+        stored = names_in_files(spec, list(wanted), directory)
+        load_weights({stored[name]: x for name, x in wanted.items()}, directory, spec.is_text_part)
     model = model.to(device)
     model.refuse_unsupported()
     return model
@@ -159,13 +161,39 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
         torch.set_default_dtype(default)
 
 
+def names_in_files(spec: ModelSpec, names: list[str], directory: Path) -> dict[str, str]:
+    """Return, by a model's HF names, the names of its tensors in the files of a directory.
+
+    They differ if the model is the text part of another one, whose files have a prefix of their own.
+    """
+    if not spec.is_text_part:
+        return {name: name for name in names}
+    files, listed = weight_files(directory)
+    found = (
+        set(listed) if listed is not None else {key for file in files for key in _read_shapes(file)}
+    )
+    return {name: next((x for x in _spell_in_whole(name) if x in found), name) for name in names}
+
+
+def _spell_in_whole(name: str) -> Iterator[str]:
+    """Yield the names that a text model's tensor may have in a model with other parts."""
+    yield name
+    yield f"language_model.{name}"
+    first, _, rest = name.partition(".")
+    if first == "model":
+        yield f"model.language_model.{rest}"
+
+
 @torch.no_grad()
-def load_weights(into: Mapping[str, Tensor], directory: Path) -> None:
+def load_weights(
+    into: Mapping[str, Tensor], directory: Path, has_other_parts: bool = False
+) -> None:
     """Copy a directory's weights into existing tensors, given by HF name, on any device.
 
-    Raises ValueError like `load_model`, before any tensor is changed.
+    With `has_other_parts` the directory may have further tensors. Raises ValueError like
+    `load_model`, before any tensor is changed.
     """
-    where = find_weights(into, directory)
+    where = find_weights(into, directory, has_other_parts)
     require_tied_head(into, where, directory)
     for file in sorted(set(where.values())):
         with safe_open(file, framework="pt") as reader:
@@ -194,10 +222,13 @@ def require_tied_head(
         )
 
 
-def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[str, Path]:
+def find_weights(
+    wanted: Mapping[str, Tensor] | None, directory: Path, has_other_parts: bool = False
+) -> dict[str, Path]:
     """Return the file of each tensor, by HF name.
 
-    Raises ValueError for unreadable files, or if names or shapes differ from those of `wanted`.
+    With `has_other_parts` there may be tensors that are not `wanted`. Raises ValueError for
+    unreadable files, or if names or shapes differ from those of `wanted`.
     """
     files, listed = weight_files(directory)
     shapes = {file: _read_shapes(file) for file in files}
@@ -208,7 +239,7 @@ def find_weights(wanted: Mapping[str, Tensor] | None, directory: Path) -> dict[s
     if listed is None:
         _refuse_duplicates(shapes, where, directory)
     if wanted:
-        _check_tensors(wanted, where, shapes, directory)
+        _check_tensors(wanted, where, shapes, directory, has_other_parts)
     return where
 
 
@@ -217,6 +248,7 @@ def _check_tensors(
     where: Mapping[str, Path],
     shapes: Mapping[Path, Mapping[str, tuple[int, ...]]],
     directory: Path,
+    has_other_parts: bool,
 ) -> None:
     """Raise ValueError if a tensor is missing, has another shape, or is not the model's."""
     for name, tensor in wanted.items():
@@ -231,7 +263,7 @@ def _check_tensors(
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
     derived = {n for n in where if n == HEAD or n.endswith("rotary_emb.inv_freq")}
     surplus = where.keys() - wanted.keys() - derived
-    if surplus:
+    if surplus and not has_other_parts:
         raise ValueError(
             f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}"
         )
@@ -369,11 +401,27 @@ def write_model(
 ) -> Path:
     """Write a model directory: weights, config.json, tokenizer and template.
 
-    Without `with_text`, tokenizer and template are left out.
+    Without `with_text`, tokenizer and template are left out. Tensors of `source` that are not the
+    model's, such as those of a vision tower, are written as they are there.
     """
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
-    write_weights(dict(hf_tensors(model)), directory)
+    tensors = dict(hf_tensors(model))
+    if model.spec.is_text_part and any(source.glob("*.safetensors")):
+        stored = names_in_files(model.spec, list(tensors), source)
+        tensors = {stored[name]: x for name, x in tensors.items()}
+        tensors |= _read_others(set(tensors), source)
+    write_weights(tensors, directory)
     return directory
+
+
+def _read_others(names: set[str], source: Path) -> dict[str, Tensor]:
+    """Return the tensors of a directory with other names than these."""
+    found = {}
+    for name, file in find_weights(None, source).items():
+        if name not in names:
+            with safe_open(file, framework="pt") as reader:
+                found[name] = reader.get_tensor(name)
+    return found
 
 
 def write_weights(tensors: Mapping[str, Tensor], directory: Path) -> None:

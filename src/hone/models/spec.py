@@ -71,6 +71,9 @@ class ModelSpec:
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
+    is_text_part: ClassVar[bool] = (
+        False  # of a model with other parts, whose weights stay as they are
+    )
     has_fast_paths: ClassVar[bool] = True  # packed models and captured steps support this block
 
     @property

@@ -28,6 +28,13 @@ class BorrowedSpec(ModelSpec):
     has_fast_paths: ClassVar[bool] = False
     implementation: ClassVar[str] = "transformers"
 
+    @property
+    def is_text_part(self) -> bool:  # type: ignore[override]
+        """Return True if the config.json describes a model with other parts, such as a vision tower."""
+        return any(
+            key.endswith("_config") and isinstance(x, dict) for key, x in self.config.items()
+        )
+
     def stacked_rows(self, name: str) -> int:
         return 0
 
@@ -59,7 +66,7 @@ def parse_borrowed(config: dict[str, Any], origin: str) -> BorrowedSpec:
 
     Keys that a config.json leaves out have the values of transformers' configuration class.
     """
-    text = make_config(config, origin).get_text_config()
+    text = make_text_config(config, origin)
     try:
         return _parse_text(config, text, origin)
     except ValueError:
@@ -121,8 +128,16 @@ def _find_original_length(rope: Any) -> int | None:
     return max((int(n) for n in lengths if n), default=None)
 
 
-def make_config(config: dict[str, Any], origin: str = "config.json") -> Any:
-    """Return transformers' configuration object. Raises ValueError."""
+def make_text_config(config: dict[str, Any], origin: str = "config.json") -> Any:
+    """Return transformers' configuration object of the language model. Raises ValueError."""
+    whole = _make_config(config, origin)
+    text = whole.get_text_config()
+    if text is not whole:  # the whole model ties its weights or not
+        text.tie_word_embeddings = whole.tie_word_embeddings
+    return text
+
+
+def _make_config(config: dict[str, Any], origin: str) -> Any:
     kind = str(config.get("model_type"))
     try:
         from transformers import CONFIG_MAPPING
