@@ -10,6 +10,7 @@ KV cache work as for Hone's own models. Linears of the layers become Hone's, for
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class _Pass:
 class BorrowedModel(LanguageModel):
     """A causal language model of transformers."""
 
+    has_other_forms = True
     spec: BorrowedSpec
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -117,6 +119,30 @@ class BorrowedModel(LanguageModel):
         out = self.whole.get_decoder()(input_ids=tokens_T[None], **keys)
         hidden_TD: Tensor = out.last_hidden_state[0] * self.logit_factor
         return hidden_TD if keep_N is None else hidden_TD.index_select(0, keep_N)
+
+    def read_converted(self, directory: Path) -> dict[str, Tensor]:
+        """Return weights as transformers reads them, which for example stacks a block's experts."""
+        from transformers import AutoModelForCausalLM
+
+        read: Any = AutoModelForCausalLM.from_pretrained
+        whole, found = read(
+            directory,
+            dtype=self.embed.weight.dtype,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if found[kind]:
+                name = min(map(str, found[kind]))
+                raise ValueError(f"{directory}: {kind.replace('_keys', '')} tensor: {name}")
+        return dict(_saved_tensors(whole))
+
+    def convert_for_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors in the form in which transformers saves them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        found: dict[str, Tensor] = revert_weight_conversion(self.whole, tensors)
+        return found
 
     @torch.no_grad()
     def refuse_unsupported(self) -> None:

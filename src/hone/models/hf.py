@@ -142,9 +142,7 @@ def load_model(
     if random_init:
         model.init_weights(torch.Generator().manual_seed(seed))
     else:
-        wanted = dict(hf_tensors(model))
-        stored = names_in_files(spec, list(wanted), directory)
-        load_weights({stored[name]: x for name, x in wanted.items()}, directory, spec.is_text_part)
+        _load_stored(model, directory)
     model = model.to(device)
     model.refuse_unsupported()
     return model
@@ -161,6 +159,26 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
         torch.set_default_dtype(default)
 
 
+def _load_stored(model: LanguageModel, directory: Path) -> None:
+    """Load weights from a directory, in whatever form its files have them."""
+    wanted = dict(hf_tensors(model))
+    stored = names_in_files(model.spec, list(wanted), directory)
+    is_part = model.spec.is_text_part
+    if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
+        load_weights({stored[name]: x for name, x in wanted.items()}, directory, is_part)
+        return
+    converted = model.read_converted(directory)
+    with torch.no_grad():
+        for name, tensor in wanted.items():
+            tensor.copy_(converted[name])
+
+
+def list_stored(directory: Path) -> set[str]:
+    """Return the names of the tensors in a directory's weight files. Raises ValueError."""
+    files, listed = weight_files(directory)
+    return set(listed) if listed is not None else {key for x in files for key in _read_shapes(x)}
+
+
 def names_in_files(spec: ModelSpec, names: list[str], directory: Path) -> dict[str, str]:
     """Return, by a model's HF names, the names of its tensors in the files of a directory.
 
@@ -168,10 +186,7 @@ def names_in_files(spec: ModelSpec, names: list[str], directory: Path) -> dict[s
     """
     if not spec.is_text_part:
         return {name: name for name in names}
-    files, listed = weight_files(directory)
-    found = (
-        set(listed) if listed is not None else {key for file in files for key in _read_shapes(file)}
-    )
+    found = list_stored(directory)
     return {name: next((x for x in _spell_in_whole(name) if x in found), name) for name in names}
 
 
@@ -406,7 +421,9 @@ def write_model(
     """
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
     tensors = dict(hf_tensors(model))
-    if model.spec.is_text_part and any(source.glob("*.safetensors")):
+    if not model.spec.is_text_part:
+        tensors = model.convert_for_files(tensors)
+    elif any(source.glob("*.safetensors")):
         stored = names_in_files(model.spec, list(tensors), source)
         tensors = {stored[name]: x for name, x in tensors.items()}
         tensors |= _read_others(set(tensors), source)

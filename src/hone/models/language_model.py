@@ -6,7 +6,8 @@
 Shapes: T tokens, N kept tokens, D hidden, V vocabulary.
 """
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,8 @@ class LanguageModel(nn.Module):
         recomputes: with gradients, keep only the inputs of blocks and compute the rest in backward.
         routing_TR: experts to use in all blocks, -1 for the router's choice; None: its choice.
     """
+
+    has_other_forms: ClassVar[bool] = False  # files may store weights under other names, or split
 
     embed: Any
     blocks: nn.ModuleList
@@ -68,6 +71,17 @@ class LanguageModel(nn.Module):
         tokens of the flat axis T see each other.
         """
         raise NotImplementedError
+
+    def read_converted(self, directory: Path) -> dict[str, Tensor]:
+        """Return the weights of files that store them in another form, by HF name.
+
+        For models with `has_other_forms`. Raises ValueError for missing or further tensors.
+        """
+        raise NotImplementedError
+
+    def convert_for_files(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return all of the model's tensors, given by HF name, in the form that its files have."""
+        return tensors
 
     def refuse_unsupported(self) -> None:
         """Raise ValueError if a pass of this model would not be what its config.json says."""

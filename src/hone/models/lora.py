@@ -152,12 +152,10 @@ def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
     if the configured layers or the weights in `start_from` do not fit the model.
     """
     table = hf_names(model.spec)
-    possible = [
-        theirs.rsplit(".", 2)[-2]
-        for _, names in _block_linears(model)
-        for theirs in table[names[0]]
+    kinds = [
+        theirs.rsplit(".", 2)[-2] for _, name in _list_linears(model) for theirs in table[name]
     ]
-    possible = list(dict.fromkeys(possible))
+    possible = list(dict.fromkeys(kinds))
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
         raise ValueError(
@@ -174,9 +172,9 @@ def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
         modules = {theirs.rsplit(".", 2)[-2] for theirs in table[name]}
         parameter.requires_grad_(bool(modules & set(config.modules_to_save)))
     generator = torch.Generator().manual_seed(seed)
-    for linear, names in _block_linears(model):
-        heights = [len(part) for part in split_rows(model.spec, names[0], linear.weight)]
-        theirs = [name.removesuffix(".weight") for name in table[names[0]]]
+    for linear, name in _list_linears(model):
+        heights = [len(part) for part in split_rows(model.spec, name, linear.weight)]
+        theirs = [hf.removesuffix(".weight") for hf in table[name]]
         lora = LoRA(linear, theirs, heights, config)
         if lora.targets:
             # nn.Linear's initialization, which peft keeps: uniform up to 1 / sqrt(inputs)
@@ -318,6 +316,16 @@ def write_adapter(
 
 def _index_of(name: str, names: list[str]) -> int:
     return names.index(name) if name in names else -1
+
+
+def _list_linears(model: LanguageModel) -> list[tuple[Linear, str]]:
+    """Return the linears that may have an adapter, with the names of their weights."""
+    table = hf_names(model.spec)
+    return [
+        (linear, names[0])
+        for linear, names in _block_linears(model)
+        if model.spec.can_adapt(table[names[0]][0])
+    ]
 
 
 def _block_linears(model: LanguageModel) -> Iterator[tuple[Linear, list[str]]]:

@@ -118,6 +118,10 @@ class ModelSpec:
         """
         return self.intermediate_size if name.startswith("gate_up.") else 0
 
+    def can_adapt(self, name: str) -> bool:
+        """Return True if the linear of this HF name may have a LoRA adapter."""
+        return True
+
     def stacked_rows(self, name: str) -> tuple[int, ...] | int:
         """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
         if ".qkv." in name:

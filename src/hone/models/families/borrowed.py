@@ -35,6 +35,10 @@ class BorrowedSpec(ModelSpec):
             key.endswith("_config") and isinstance(x, dict) for key, x in self.config.items()
         )
 
+    def can_adapt(self, name: str) -> bool:
+        # peft reads gate_proj and its like as parts of the experts.
+        return self.experts == 1 or "attn" in name or "attention" in name
+
     def stacked_rows(self, name: str) -> int:
         return 0
 
