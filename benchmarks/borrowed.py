@@ -1,0 +1,132 @@
+"""Models on transformers' modules: Hone's training and decoding against transformers' own, on a GPU or a CPU.
+
+    python benchmarks/borrowed.py [--kinds qwen3 gemma3_text olmo2] [--sequences 64] [--rounds 3]
+
+Random weights. Training: forward and backward of the same packed sequences; transformers gets them as one row with a
+mask of blocks (sdpa), so that both compute the same tokens. Decoding: greedy completions of all sequences at once;
+transformers by `generate` with a padded batch. Both sides alternate in one process. A line of JSON a model.
+"""
+
+import argparse
+import time
+
+from peer import finish, median
+
+CPU = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+GPU = {
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+SHAPE = {"max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+WINDOW = {"sliding_window": 512}
+PROMPT, COMPLETION = 64, 64
+
+
+def measure(kind: str, sequences: int, rounds: int) -> dict:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from hone.engine.engine import Engine
+    from hone.models.attention_layouts import PackedAttention
+    from hone.models.families import parse_model_config
+    from hone.models.hf import empty_model
+    from hone.records import GenerateRequest, Sampling
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    shape = SHAPE | (GPU if device == "cuda" else CPU) | (WINDOW if "gemma" in kind else {})
+    config = AutoConfig.for_model(kind, **shape)
+    torch.manual_seed(0)
+    make = AutoModelForCausalLM.from_config
+    theirs = make(config, attn_implementation="sdpa", dtype=dtype).to(device).eval()
+    described = config.to_dict() | {"architectures": [type(theirs).__name__]}
+    ours = empty_model(parse_model_config(described, implementation="transformers"), dtype, device)
+    ours.whole.load_state_dict(theirs.state_dict())
+    ours.refuse_unsupported()
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(PROMPT, 4 * PROMPT, (sequences,), generator=generator).tolist()
+    tokens = torch.randint(3, shape["vocab_size"], (sum(lengths),), generator=generator).to(device)
+
+    def seconds(function) -> float:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    attention = PackedAttention(lengths, device)
+    positions = attention.token_positions()
+    owner = torch.repeat_interleave(torch.arange(sequences), torch.tensor(lengths)).to(device)
+    mask = (owner[:, None] == owner[None]) & torch.ones(
+        2 * [len(owner)], device=device
+    ).tril().bool()
+    mask = mask[None, None]
+    mask = {"full_attention": mask, "sliding_attention": mask} if "gemma" in kind else mask
+
+    def train_ours() -> None:
+        ours(tokens, positions, attention).float().square().mean().backward()
+
+    def train_theirs() -> None:
+        keys = {"position_ids": positions[None], "attention_mask": mask, "use_cache": False}
+        hidden = theirs.get_decoder()(input_ids=tokens[None], **keys).last_hidden_state
+        hidden.float().square().mean().backward()
+
+    prompts = [tokens[i : i + PROMPT].tolist() for i in range(0, sequences * PROMPT, PROMPT)]
+    cache = 2.0 if device == "cuda" else 0.5
+    engine = Engine(ours, max_batch_size=sequences, max_model_len=256, kv_cache_gib=cache)
+    sampling = Sampling(0.0, COMPLETION, seed=0)
+    requests = [GenerateRequest(prompt, sampling, frozenset()) for prompt in prompts]
+    batch = torch.tensor(prompts, device=device)
+
+    def decode_ours() -> None:
+        engine.generate(requests)
+
+    def decode_theirs() -> None:
+        keys = {"min_new_tokens": COMPLETION, "max_new_tokens": COMPLETION, "do_sample": False}
+        theirs.generate(batch, attention_mask=torch.ones_like(batch), **keys)
+
+    times = {name: [] for name in ("train_ours", "train_theirs", "decode_ours", "decode_theirs")}
+    functions = (train_ours, train_theirs, decode_ours, decode_theirs)
+    for number in range(rounds + 1):
+        for name, function in zip(times, functions, strict=True):
+            spent = seconds(function)
+            if number:  # the first one compiles and allocates
+                times[name].append(spent)
+    middle = {name: median(values) for name, values in times.items()}
+    return {
+        "trained_tokens_per_s": len(tokens) / middle["train_ours"],
+        "trained_ratio": middle["train_theirs"] / middle["train_ours"],
+        "decoded_tokens_per_s": sequences * COMPLETION / middle["decode_ours"],
+        "decoded_ratio": middle["decode_theirs"] / middle["decode_ours"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kinds", nargs="+", default=["qwen3", "gemma3_text", "olmo2"])
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    for kind in args.kinds:
+        finish(model=kind, **measure(kind, args.sequences, args.rounds))
+
+
+if __name__ == "__main__":
+    main()
