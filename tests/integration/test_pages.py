@@ -21,7 +21,7 @@ TRIED = {
     "evaluation.md": "here",
     "exact.md": "here",
     "inference.md": "here; with vLLM in test_samplers.py",
-    "models.md": "test_borrowed.py",
+    "models.md": "test_hf_model_commands.py",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
     "services.md": "test_seed_commands.py, test_nodes.py",
     "slurm.md": "test_slurm.py",

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.config.key_names import key_name
-from hone.models.borrowed_model import BorrowedModel
 from hone.models.families import parse_model_config
-from hone.models.families.borrowed import BorrowedSpec
+from hone.models.families.hf_spec import HFSpec
+from hone.models.hf_model import HFModel
 from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
@@ -43,7 +43,7 @@ TEXT_FILES = ["*.json", "*.txt", "*.jinja", "*.model", f"{TEMPLATE_FOLDER}/*.jin
 
 def model_class(spec: ModelSpec) -> type[LanguageModel]:
     """Return the class that computes models of this shape."""
-    return BorrowedModel if isinstance(spec, BorrowedSpec) else Transformer
+    return HFModel if isinstance(spec, HFSpec) else Transformer
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:

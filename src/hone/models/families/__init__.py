@@ -5,7 +5,7 @@ Imports no torch.
 
 from typing import Any, Literal
 
-from hone.models.families.borrowed import is_installed, parse_borrowed
+from hone.models.families.hf_spec import is_installed, parse_hf_config
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec, NotImplementedHere
 
@@ -43,13 +43,13 @@ def parse_model_config(
             would compute something else than intended is refused, not approximated.
     """
     if implementation == "transformers":
-        return parse_borrowed(config, origin)
+        return parse_hf_config(config, origin)
     try:
         return _parse_own(config, origin)
     except NotImplementedHere:
         if implementation == "hone" or not is_installed():
             raise
-        return parse_borrowed(config, origin)
+        return parse_hf_config(config, origin)
 
 
 def _parse_own(config: dict[str, Any], origin: str) -> ModelSpec:

@@ -16,7 +16,7 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
-class BorrowedSpec(ModelSpec):
+class HFSpec(ModelSpec):
     """Shape of a model on transformers' modules; `config_text` is its config.json."""
 
     config_text: str = ""
@@ -65,7 +65,7 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def parse_borrowed(config: dict[str, Any], origin: str) -> BorrowedSpec:
+def parse_hf_config(config: dict[str, Any], origin: str) -> HFSpec:
     """Return the shape of a model that transformers computes. Raises ValueError.
 
     Keys that a config.json leaves out have the values of transformers' configuration class.
@@ -80,7 +80,7 @@ def parse_borrowed(config: dict[str, Any], origin: str) -> BorrowedSpec:
         raise ValueError(f"{origin}: not supported on transformers' modules: {first}") from None
 
 
-def _parse_text(config: dict[str, Any], text: Any, origin: str) -> BorrowedSpec:
+def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
     kinds = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
     if kinds:
         raise ValueError(
@@ -99,7 +99,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> BorrowedSpec:
             f"{origin}: it does not say heads, hidden size and layers of a transformer"
         )
     experts = read("num_local_experts", "num_experts", "n_routed_experts") or 1
-    return BorrowedSpec(
+    return HFSpec(
         vocab_size=int(text.vocab_size),
         hidden_size=int(hidden),
         intermediate_size=int(read("moe_intermediate_size", "intermediate_size") or 4 * hidden),

@@ -1,6 +1,6 @@
 """Models on transformers' modules: Hone's training and decoding against transformers' own, on a GPU or a CPU.
 
-    python benchmarks/borrowed.py [--kinds qwen3 gemma3_text olmo2] [--sequences 64] [--rounds 3]
+    python benchmarks/hf_models.py [--kinds qwen3 gemma3_text olmo2] [--sequences 64] [--rounds 3]
 
 Random weights. Training: forward and backward of the same packed sequences; transformers gets them as one row with a
 mask of blocks (sdpa), so that both compute the same tokens. Decoding: greedy completions of all sequences at once;

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from tests.unit.test_borrowed_models import FAMILIES, SHAPE
+from tests.unit.test_hf_models import FAMILIES, SHAPE
 
 from .conftest import RL_ENV, ROOT, Server, command, http, read_rows
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
-from hone.models.families.borrowed import BorrowedSpec, make_text_config
+from hone.models.families.hf_spec import HFSpec, make_text_config
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Attention, Linear
 from hone.models.spec import ModelSpec
@@ -46,18 +46,18 @@ class _Pass:
     attend: Attention | None = None
 
 
-class BorrowedModel(LanguageModel):
+class HFModel(LanguageModel):
     """A causal language model of transformers."""
 
     has_other_forms = True
-    spec: BorrowedSpec
+    spec: HFSpec
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         from transformers import AutoModelForCausalLM
 
         _register_attention()
-        assert isinstance(spec, BorrowedSpec)
+        assert isinstance(spec, HFSpec)
         try:
             whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 make_text_config(spec.config),
@@ -96,7 +96,7 @@ class BorrowedModel(LanguageModel):
         whole.eval()
 
     @classmethod
-    def make_shell(cls, spec: ModelSpec) -> "BorrowedModel":
+    def make_shell(cls, spec: ModelSpec) -> "HFModel":
         with torch.device("meta"):
             return cls(spec)
 
