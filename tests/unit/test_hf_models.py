@@ -332,6 +332,7 @@ REFUSED = {
     "phi": "its head has a bias",
     "gptj": "gptj",
     "nothing_like_it": "no model of type nothing_like_it",
+    "gpt_oss": "quantized weights",
 }
 
 
@@ -340,6 +341,8 @@ def test_what_would_not_be_the_model_is_refused_by_name(kind, tmp_path):
     config = SHAPE | {"model_type": kind, "architectures": ["X"]}
     if kind == "lfm2":
         config["layer_types"] = ["conv", "full_attention"] * 2
+    if kind == "gpt_oss":
+        config["quantization_config"] = {"quant_method": "mxfp4"}
     with pytest.raises(ValueError, match=REFUSED[kind]):
         empty_model(parse_model_config(config), torch.float32, "cpu")
 

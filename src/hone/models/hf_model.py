@@ -129,6 +129,7 @@ class HFModel(LanguageModel):
             directory,
             dtype=self.embed.weight.dtype,
             local_files_only=True,
+            use_safetensors=True,
             output_loading_info=True,
         )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

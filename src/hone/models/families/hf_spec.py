@@ -31,9 +31,7 @@ class HFSpec(ModelSpec):
     @property
     def is_text_part(self) -> bool:  # type: ignore[override]
         """Return True if the config.json describes a model with other parts, such as a vision tower."""
-        return any(
-            key.endswith("_config") and isinstance(x, dict) for key, x in self.config.items()
-        )
+        return isinstance(self.config.get("text_config"), dict)
 
     def can_adapt(self, name: str) -> bool:
         # peft reads gate_proj and its like as parts of the experts.
@@ -70,6 +68,10 @@ def parse_hf_config(config: dict[str, Any], origin: str) -> HFSpec:
 
     Keys that a config.json leaves out have the values of transformers' configuration class.
     """
+    if "quantization_config" in config:
+        raise ValueError(
+            f"{origin}: quantized weights (quantization_config) are not trained; convert them to bfloat16"
+        )
     text = make_text_config(config, origin)
     try:
         return _parse_text(config, text, origin)
