@@ -12,8 +12,15 @@ from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
-from hone.models.hf import empty_model, hf_names, load_model, save_model
-from hone.models.lora import Merged, adapter_tensors, add_lora, lora_modules, write_adapter
+from hone.models.hf import empty_model, hf_names, hf_tensors, load_model, save_model
+from hone.models.lora import (
+    Merged,
+    adapter_tensors,
+    add_lora,
+    lora_modules,
+    merge_adapter,
+    write_adapter,
+)
 from hone.models.weight_proof import canary_ids, score_sequence
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -322,6 +329,44 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(ki
     with torch.no_grad():
         found = run_packed(load_model(tmp_path / "saved"), rows)[0]
         torch.testing.assert_close(found, again(rows[0][None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+def test_each_request_is_answered_by_its_own_adapter(case, tmp_path):
+    """A server's adapters: the logprobs are those of the model that was trained with the adapter."""
+    directory, _, ours = case
+    row = sequences()[0].tolist()
+    expected = {}
+    for name in ("a", "b"):
+        trained = load_model(directory, spec=ours.spec)
+        add_lora(trained, LoRAConfig(rank=4), seed=len(expected))
+        generator = torch.Generator().manual_seed(len(expected))
+        for lora in lora_modules(trained):
+            lora.B.data.normal_(0.0, 0.1, generator=generator)
+        config = next(lora_modules(trained)).config
+        tensors = adapter_tensors(trained)
+        write_adapter(tensors, config, ours.spec, str(directory), tmp_path / name)
+        expected[name] = torch.tensor(score_sequence(Merged(trained).model, row))
+    expected[None] = torch.tensor(score_sequence(ours, row))
+    engine = Engine(ours, max_batch_size=4, max_model_len=64, kv_cache_gib=0.1)
+    for name in ("a", "b"):
+        engine.load_adapter(name, tmp_path / name)
+    assert not torch.allclose(expected["a"], expected["b"], atol=1e-2)
+    prompts = [(name, row[:8]) for name in expected]
+    requests = [
+        GenerateRequest(prompt, Sampling(1.0, 6, seed=1), frozenset(), adapter=name)
+        for name, prompt in prompts
+    ]
+    for (name, prompt), completion in zip(prompts, engine.generate(requests), strict=True):
+        whole = prompt + completion.ids
+        if name is None:
+            own = score_sequence(ours, whole)
+        else:
+            trained = load_model(directory, spec=ours.spec)
+            merge_adapter(dict(hf_tensors(trained)), tmp_path / name)
+            own = score_sequence(trained, whole)
+        torch.testing.assert_close(
+            torch.tensor(completion.logprobs), torch.tensor(own[7:]), rtol=1e-3, atol=1e-3
+        )
 
 
 REFUSED = {

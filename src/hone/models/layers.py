@@ -43,6 +43,10 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return W x + b and the adapters' part, for T x I, or for 1 x T x I as transformers has it."""
+        if x.dim() == 3:
+            flat: Tensor = self(x[0])
+            return flat[None]
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added
