@@ -33,6 +33,7 @@ GPU = {
 SHAPE = {"max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = {"sliding_window": 512}
 PROMPT, COMPLETION = 64, 64
+PACKED = 16  # sequences of a training step
 
 
 def measure(kind: str, sequences: int, rounds: int) -> dict:
@@ -57,7 +58,8 @@ def measure(kind: str, sequences: int, rounds: int) -> dict:
     ours.whole.load_state_dict(theirs.state_dict())
     ours.refuse_unsupported()
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(PROMPT, 4 * PROMPT, (sequences,), generator=generator).tolist()
+    lengths = torch.randint(PROMPT, 4 * PROMPT, (PACKED,), generator=generator).tolist()
+    ids = torch.randint(3, shape["vocab_size"], (sequences, PROMPT), generator=generator)
     tokens = torch.randint(3, shape["vocab_size"], (sum(lengths),), generator=generator).to(device)
 
     def seconds(function) -> float:
@@ -71,7 +73,7 @@ def measure(kind: str, sequences: int, rounds: int) -> dict:
 
     attention = PackedAttention(lengths, device)
     positions = attention.token_positions()
-    owner = torch.repeat_interleave(torch.arange(sequences), torch.tensor(lengths)).to(device)
+    owner = torch.repeat_interleave(torch.arange(PACKED), torch.tensor(lengths)).to(device)
     mask = (owner[:, None] == owner[None]) & torch.ones(
         2 * [len(owner)], device=device
     ).tril().bool()
@@ -86,7 +88,7 @@ def measure(kind: str, sequences: int, rounds: int) -> dict:
         hidden = theirs.get_decoder()(input_ids=tokens[None], **keys).last_hidden_state
         hidden.float().square().mean().backward()
 
-    prompts = [tokens[i : i + PROMPT].tolist() for i in range(0, sequences * PROMPT, PROMPT)]
+    prompts = ids.tolist()
     cache = 2.0 if device == "cuda" else 0.5
     engine = Engine(ours, max_batch_size=sequences, max_model_len=256, kv_cache_gib=cache)
     sampling = Sampling(0.0, COMPLETION, seed=0)
