@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
-from hone.kernels import gpu
+from hone.kernels import gpu, row_state
 from hone.kernels.decode import (
     DecodeRows,
     attend_by_pages,
@@ -143,9 +143,13 @@ class DecodeAttention:
                 self.cache.hidden_size,
             )
         q, k, v = heads(qkv_BNE)
-        if heads.options is not None:
+        options = heads.options
+        if options is not None:
+            longest = int(rows.state[rows.active_B, row_state.LENGTH].max()) + 1
+            q, options = options.reduce_to_plain(q, longest)
+        if options is not None:
             k_BLKE, v_BLKE, distance_BL = read_pages(k, v, keys, values, rows)
-            out_BH1E = heads.options.attend(
+            out_BH1E = options.attend(
                 q.unsqueeze(2),
                 k_BLKE.transpose(1, 2),
                 v_BLKE.transpose(1, 2),

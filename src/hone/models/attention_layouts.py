@@ -87,6 +87,21 @@ class AttentionOptions:
         is_plain = self.window is None and self.cap is None and self.sinks_H is None
         return None if is_plain_scale and is_plain else self
 
+    def reduce_to_plain(
+        self, q_THE: Tensor, longest: int
+    ) -> tuple[Tensor, "AttentionOptions | None"]:
+        """Return queries and the options that are left if no sequence is longer than `longest`.
+
+        The scale becomes part of the queries, and a window that all fits into has no effect.
+        """
+        if self.cap is not None or self.sinks_H is not None:
+            return q_THE, self
+        if self.scale is not None:
+            q_THE = q_THE * (self.scale * q_THE.shape[-1] ** 0.5)
+        if self.window is None or longest <= self.window:
+            return q_THE, None
+        return q_THE, AttentionOptions(window=self.window)
+
     def attend(self, q_BHCE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, distance: Tensor) -> Tensor:
         """Return attention outputs, B x H x C x E.
 
@@ -154,6 +169,8 @@ class FlatAttention:
     ) -> Tensor:
         """Return attention outputs, T x (H * E)."""
         if options is not None:
+            q_THE, options = options.reduce_to_plain(q_THE, self.longest)
+        if options is not None:
             return self._attend_buckets(q_THE, k_TKE, v_TKE, options)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
@@ -176,6 +193,11 @@ class FlatAttention:
         return put_rows(
             torch.cat(outs), torch.cat([bucket.flat for bucket in self.length_buckets]), len(q_THE)
         )
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence with its prefix."""
+        return int((self.sequences.rows[:, 1] + self.sequences.rows[:, 3]).max(initial=0))
 
     @cached_property
     def tile_plan(self) -> "Tiles":
@@ -270,6 +292,8 @@ class ContinuedAttention(FlatAttention):
         self, q_THE: Tensor, k_SKE: Tensor, v_SKE: Tensor, options: AttentionOptions | None = None
     ) -> Tensor:
         """Return attention outputs, T x (H * E), of T new tokens over the S earlier and new tokens."""
+        if options is not None:
+            q_THE, options = options.reduce_to_plain(q_THE, self.longest)
         if options is None and is_half_on_gpu(q_THE) and not keeps_order(q_THE):
             return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
         q_SHE = put_rows(q_THE, self.own_T, len(k_SKE))
