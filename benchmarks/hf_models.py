@@ -11,6 +11,7 @@ import argparse
 import time
 
 from peer import finish, median
+from training import QWEN3_06B
 
 CPU = {
     "vocab_size": 4096,
@@ -21,15 +22,7 @@ CPU = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-GPU = {
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-}
+GPU = {key: QWEN3_06B[key] for key in CPU}
 SHAPE = {"max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = {"sliding_window": 512}
 PROMPT, COMPLETION = 64, 64

@@ -30,6 +30,7 @@ ToolCalls = Literal[
 ]
 OnBadStep = Literal["stop", "skip"]
 Sharding = Literal["auto", "full", "none"]
+Implementation = Literal["auto", "hone", "transformers"]
 Layout = Literal["hone", "trainer"]
 LOOPBACK = ("127.0.0.1", "localhost", "::1")  # this machine, as a host
 BACKEND_LOST = 75  # exit code of a server whose vLLM died: restart it
@@ -92,7 +93,7 @@ class ModelConfig(Config):
     """How the model writes tool calls (docs/inference.md); auto is as its chat template teaches."""
     random_init: bool = False
     """Start from random weights drawn with `seed`; the directory then needs only a config and a tokenizer."""
-    implementation: Literal["auto", "hone", "transformers"] = "auto"
+    implementation: Implementation = "auto"
     """What computes the model: hone is Hone's own blocks and kernels; transformers is transformers' modules, for any of
     its causal language models, and slower; auto takes Hone's where there are some for the model. The log says which."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -5,6 +5,8 @@ pages, the prompt of a group of completions is stored once, prompts share common
 sequence takes memory only for its own length. Kernels read pages in place (`kernels/decode.py`).
 """
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -119,6 +121,11 @@ class DecodeAttention:
         self.cache = cache
         self.rows = rows
 
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, with the new one; the layers of a step share it."""
+        return int(self.rows.state[self.rows.active_B, row_state.LENGTH].max()) + 1
+
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
@@ -145,8 +152,7 @@ class DecodeAttention:
         q, k, v = heads(qkv_BNE)
         options = heads.options
         if options is not None:
-            longest = int(rows.state[rows.active_B, row_state.LENGTH].max()) + 1
-            q, options = options.reduce_to_plain(q, longest)
+            q, options = options.reduce_to_plain(q, self.longest)
         if options is not None:
             k_BLKE, v_BLKE, distance_BL = read_pages(k, v, keys, values, rows)
             out_BH1E = options.attend(

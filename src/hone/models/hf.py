@@ -131,10 +131,9 @@ def load_model(
 ) -> LanguageModel:
     """Load a model directory, ready to train or sample.
 
-    `spec` is its shape; None: as its config.json says.
-
-    `random_init` draws new weights from `seed` and needs no weight files. Raises ValueError if
-    weights are missing, unexpected or of another shape than `config.json` says.
+    `spec` is its shape; None: as its config.json says. `random_init` draws new
+    weights from `seed` and needs no weight files. Raises ValueError if weights are missing,
+    unexpected or of another shape than `config.json` says.
     """
     if spec is None:
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))

@@ -1,7 +1,7 @@
 """The interface of a causal language model, for training and for sampling.
 
     LanguageModel ◄── Transformer      Hone's own blocks (transformer.py)
-                  ◄── HFModel    transformers' modules (hf_model.py)
+                  ◄── HFModel          transformers' modules (hf_model.py)
 
 Shapes: T tokens, N kept tokens, D hidden, V vocabulary.
 """

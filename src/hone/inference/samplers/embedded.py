@@ -5,13 +5,14 @@ from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
 
+from hone.config.sections import Implementation
 from hone.engine.engine import Engine
 from hone.inference.engine_service import EngineService
 from hone.inference.prometheus import of_engine
 from hone.inference.samplers.base import ENGINE_CAN, Alternatives, Pause, Sampler
 from hone.inference.samplers.partial_completions import Streams
 from hone.kernels import cpu
-from hone.models.families import Implementation, parse_model_config
+from hone.models.families import parse_model_config
 from hone.models.hf import empty_model
 from hone.models.spec import ModelSpec, model_config_of, model_config_text
 from hone.models.weight_proof import Proof, find_likeliest, score_sequences

@@ -3,8 +3,9 @@
 Imports no torch.
 """
 
-from typing import Any, Literal
+from typing import Any
 
+from hone.config.sections import Implementation
 from hone.models.families.hf_spec import is_installed, parse_hf_config
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import Llama3Rope, ModelSpec, NotImplementedHere
@@ -24,9 +25,6 @@ ELSEWHERE = (
 def is_known(config: dict[str, Any]) -> bool:
     """Return True if a `config.json` belongs to one of Hone's families."""
     return (config.get("architectures") or [""])[0] in FAMILIES
-
-
-Implementation = Literal["auto", "hone", "transformers"]
 
 
 def parse_model_config(
