@@ -430,11 +430,11 @@ def cluster(tmp_path):
         path.rmdir()
 
 
-def compiled(data):
-    """What another test has compiled for this processor is compiled already."""
-    known = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hone"
+def copy_compiled_kernels(data):
+    """Copy this machine's compiled kernels, and nothing else of its cache, to the pods' volume."""
+    known = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "hone" / "kernels"
     if known.is_dir() and not (data / ".cache").exists():
-        shutil.copytree(known, data / ".cache" / "hone")
+        shutil.copytree(known, data / ".cache" / "hone" / "kernels")
 
 
 def volumes_of(tmp_path, name, manifests):
@@ -445,7 +445,7 @@ def volumes_of(tmp_path, name, manifests):
     }
     for path in found.values():
         path.mkdir(parents=True, exist_ok=True)
-    compiled(found["data"])
+    copy_compiled_kernels(found["data"])
     for one in of_kind(manifests, "ConfigMap").values():
         for file, text in (one.get("data") or {}).items():
             (found["config"] / file).write_text(text)
