@@ -12,7 +12,14 @@ from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
-from hone.models.hf import empty_model, hf_names, hf_tensors, load_model, save_model
+from hone.models.hf import (
+    empty_model,
+    hf_names,
+    hf_tensors,
+    load_model,
+    save_model,
+    split_rows,
+)
 from hone.models.lora import (
     Merged,
     adapter_tensors,
@@ -80,7 +87,18 @@ FAMILIES = {
         "attention_multiplier": 0.1,
         "logits_scaling": 2.0,
     },
-    "phi3": {"partial_rotary_factor": 0.75},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "phi3_long": {
+        "partial_rotary_factor": 0.5,
+        "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 100.0,
+            "short_factor": [1.0, 1.2, 1.5, 2.0],
+            "long_factor": [4.0, 5.0, 6.0, 7.0],
+        },
+    },
+    "qwen2_windows": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2},
     "gpt_oss": {"sliding_window": 8, "layer_types": LAYERS, **EXPERTS},
     "cohere2": {"sliding_window": 8, "layer_types": LAYERS, "logit_scale": 0.25},
     "exaone4": {"sliding_window": 8, "layer_types": LAYERS},
@@ -94,24 +112,36 @@ FAMILIES = {
     "starcoder2": {"sliding_window": 8},
 }
 LENGTHS = [24, 9, 17]
+# Also computed by Hone's own blocks.
+OWN = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text granite phi3
+phi3_long qwen2_windows""".split()
+KINDS = {"phi3_long": "phi3", "qwen2_windows": "qwen2"}
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(
+    params=[
+        *((kind, "transformers") for kind in FAMILIES),
+        *((kind, "hone") for kind in OWN),
+    ],
+    ids="-".join,
+)
 def case(request, tmp_path):
     """A model's directory, transformers' model, and ours."""
-    config = AutoConfig.for_model(request.param, **SHAPE | FAMILIES[request.param])
-    config.tie_word_embeddings = request.param in ("gemma2", "gemma3_text", "granite")
+    name, implementation = request.param
+    kind = KINDS.get(name, name)
+    config = AutoConfig.for_model(kind, **SHAPE | FAMILIES[name])
+    config.tie_word_embeddings = kind in ("gemma2", "gemma3_text", "granite")
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             is_norm = parameter.dim() == 1
             parameter.normal_(0.0, 0.1 if is_norm else 0.2)
-            if is_norm and "norm" in name and "gemma" not in request.param:
+            if is_norm and "norm" in name and "gemma" not in kind:
                 parameter.add_(1.0)
     theirs.save_pretrained(tmp_path / "model")
     spec = parse_model_config(
-        json.loads((tmp_path / "model" / "config.json").read_text()), implementation="transformers"
+        json.loads((tmp_path / "model" / "config.json").read_text()), implementation=implementation
     )
     return tmp_path / "model", theirs, load_model(tmp_path / "model", spec=spec)
 
@@ -139,12 +169,14 @@ def test_packed_logits_and_gradients_are_those_of_transformers(case):
     (torch.cat(expected) * weight).sum().backward()
     gradients = dict(theirs.named_parameters())
     table = hf_names(ours.spec)
-    for name, parameter in ours.named_parameters():
-        other = gradients[table[name][0]].grad
-        if other is None:
-            assert parameter.grad is None
+    for own_name, parameter in ours.named_parameters():
+        if parameter.grad is None:
+            assert gradients[table[own_name][0]].grad is None
             continue
-        assert (parameter.grad - other).norm() <= 1e-4 * other.norm() + 1e-6, name
+        parts = split_rows(ours.spec, own_name, parameter.grad)
+        for name, part in zip(table[own_name], parts, strict=True):
+            other = gradients[name].grad
+            assert (part - other).norm() <= 1e-4 * other.norm() + 1e-6, name
 
 
 def test_shared_prompts_are_those_of_whole_sequences(case):
@@ -210,7 +242,7 @@ def test_a_training_step_changes_all_weights_and_recomputing_gives_the_same(case
     norms = []
     for model, recompute in ((ours, recomputes), (other, False)):
         calls = []
-        mixer = model.blocks[0].self_attn
+        mixer = getattr(model.blocks[0], "self_attn", model.blocks[0])
         mixer.register_forward_pre_hook(lambda module, _, calls=calls: calls.append(module))
         keys = {"loss": {"type": "sft"}, "activation_checkpointing": recompute}
         trainer = PolicyTrainer(model, TrainerConfig.model_validate(keys), 10)
@@ -226,7 +258,7 @@ def test_adapters_of_all_linears_are_peft_s(case, tmp_path):
     linears = {
         name.rsplit(".", 1)[-1]
         for name, module in theirs.get_decoder().layers.named_modules()
-        if type(module) is torch.nn.Linear and (ours.spec.experts == 1 or "self_attn" in name)
+        if type(module) is torch.nn.Linear and ours.spec.can_adapt(name)
     }
     add_lora(ours, LoRAConfig(rank=4, alpha=8.0), seed=0)
     generator = torch.Generator().manual_seed(3)

@@ -41,7 +41,8 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
     import torch
 
     from hone.config.rl_config import TrainerConfig
-    from hone.models.spec import ModelSpec
+    from hone.models.rope import Rope
+    from hone.models.spec import LayerAttention, ModelSpec
     from hone.models.transformer import Transformer
     from hone.records import Batch
     from hone.trainer.packing import pack_sequences
@@ -56,7 +57,7 @@ def test_the_trainers_numbers_are_in_the_order_of_its_samples(budget):
         num_key_value_heads=1,
         head_dim=8,
         rms_norm_eps=1e-6,
-        rope_theta=1e4,
+        layers=(LayerAttention(Rope(1e4, 8)),),
         tie_word_embeddings=True,
         max_position_embeddings=64,
         initializer_range=0.3,

@@ -15,7 +15,8 @@ import torch
 from hone import machine
 from hone.config.rl_config import OrchestratorRunConfig
 from hone.kernels.cuda_graphs import Captured
-from hone.models.spec import ModelSpec
+from hone.models.rope import Rope
+from hone.models.spec import LayerAttention, ModelSpec
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import CanaryScorer, canary_ids, model_checksum, score_sequence
 from hone.orchestrator.weight_updates import Weights
@@ -37,7 +38,7 @@ SPEC = ModelSpec(
     num_key_value_heads=1,
     head_dim=16,
     rms_norm_eps=1e-6,
-    rope_theta=1e4,
+    layers=(LayerAttention(Rope(1e4, 16)),) * 2,
     tie_word_embeddings=True,
     max_position_embeddings=64,
     initializer_range=0.2,

@@ -129,7 +129,9 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
-        if heads.rotation is not None and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
+        is_plain = heads.rotation is not None and heads.options is None
+        if is_plain and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
+            assert heads.rotation is not None
             from hone.kernels.gpu.decode import decode
 
             scales = (heads.q_scale_E, heads.k_scale_E)

@@ -89,12 +89,12 @@ class PackedModel:
     @staticmethod
     def supports_model(model: LanguageModel) -> bool:
         weights = [p for p in model.parameters() if p.dim() == 2]
-        is_small = model.spec.has_fast_paths and all(
-            weight.numel() <= LARGE_WEIGHT for weight in weights
-        )
+        has_one_form = model.spec.has_fast_paths and len(set(model.spec.layers)) == 1
+        is_small = all(weight.numel() <= LARGE_WEIGHT for weight in weights)
         is_plain = not any(lora_modules(model))
         return (
             cpu.takes(model.embed.weight)
+            and has_one_form
             and is_small
             and is_plain
             and model.spec.head_dim % 16 == 0
@@ -211,7 +211,7 @@ class PackedModel:
             spec.num_hidden_layers,
             self._addresses.data_ptr(),
             weight.data_ptr(),
-            *(x.data_ptr() for x in model.rope_tables(weight.device, weight.dtype)),
+            *(x.data_ptr() for x in model.rope_table(spec.layers[0].rope, weight)),
             spec.rms_norm_eps,
             model.norm.weight.data_ptr(),
             self._head,

@@ -31,25 +31,49 @@ from torch import Tensor
 from hone.kernels import gpu, numerics
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
-from hone.kernels.norm_rope import norm_rope
+from hone.kernels.norm_rope import norm_rope, rotate
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import put_rows, take_rows
+from hone.models.rope import Rope
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.attention import Tiles
 
 
 class Rotation:
-    """Rotary cos and sin tables of a forward pass.
+    """Rotary cos and sin tables of a forward pass, for layers with the same rope.
 
-    `cos_PE` and `sin_PE` have a row for each of all P positions. `cos_T1E` and `sin_T1E` have a row
-    for each token and need `positions_T`, which may be None if the attention kernel computes with
-    positions of its own.
+    `cos_PE` and `sin_PE` have a row for each of all P positions, and E columns, or as many as are
+    rotated. `cos_T1E` and `sin_T1E` have a row for each token and need `positions_T`, which may be
+    None if the attention kernel computes with positions of its own. `rope` None: no rotation, the
+    tables have ones and zeros.
     """
 
-    def __init__(self, table: tuple[Tensor, Tensor], positions_T: Tensor | None) -> None:
+    def __init__(
+        self, table: tuple[Tensor, Tensor], positions_T: Tensor | None, rope: Rope | None = None
+    ) -> None:
         (self.cos_PE, self.sin_PE) = table
         self.positions_T = positions_T
+        self.rope = rope
+
+    def turn(self, x_TNE: Tensor) -> Tensor:
+        """Return heads with their first numbers rotated to the tokens' positions."""
+        width = self.cos_PE.shape[1]
+        if width == x_TNE.shape[2]:
+            return rotate(x_TNE, self.cos_T1E, self.sin_T1E)
+        turned = rotate(x_TNE[..., :width], self.cos_T1E, self.sin_T1E)
+        return torch.cat([turned, x_TNE[..., width:]], -1)
+
+    @cached_property
+    def query_factors_T11(self) -> Tensor | float:
+        """Return the factor of each token's queries, which grows past the original length."""
+        rope = self.rope
+        if rope is None or not rope.query_growth or rope.original_length is None:
+            return 1.0
+        assert self.positions_T is not None
+        times_T = torch.floor(self.positions_T / rope.original_length)
+        factors_T = 1.0 + rope.query_growth * torch.log1p(times_T)
+        return factors_T.to(self.cos_PE.dtype)[:, None, None]
 
     @cached_property
     def cos_T1E(self) -> Tensor:
@@ -257,6 +281,7 @@ class PackedAttention(FlatAttention):
         wants_kernel = torch.is_grad_enabled() or self.has_prefixes
         if (
             not wants_kernel
+            or heads.options is not None
             or turn is None
             or turn.positions_T is None
             or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm
-from hone.kernels.swiglu import swiglu_reference
-from hone.models.attention_layouts import Heads, Rotation
+from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import ModelSpec
 
@@ -95,26 +95,102 @@ class RMSNorm(nn.Module):
         return add_norm(x_TD, delta_TD, self.weight, self.eps)
 
 
-class SelfAttention(nn.Module):
-    """Fused projection to q, k and v, attention, and output projection."""
+class OffsetNorm(RMSNorm):
+    """RMS norm whose scale is the stored weight plus an offset, in float32 (Gemma)."""
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__(size, eps)
+        self.offset = offset
+        nn.init.constant_(self.weight, 1.0 - offset)
+
+    def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x_TD if delta_TD is None else x_TD + delta_TD
+        return total, self.normalize(total)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        scale = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
+def make_norm(size: int, spec: ModelSpec) -> RMSNorm:
+    if spec.block.norm_offset:
+        return OffsetNorm(size, spec.rms_norm_eps, spec.block.norm_offset)
+    return RMSNorm(size, spec.rms_norm_eps)
+
+
+class SelfAttention(nn.Module):
+    """Fused projection to q, k and v, attention, and output projection.
+
+    Kernels normalize q and k per head and rotate them.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.heads = spec.num_attention_heads
         self.head_dim = spec.head_dim
         self.eps = spec.rms_norm_eps
         self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
         self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
-        self.q_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
-        self.k_norm = nn.Parameter(torch.ones(spec.head_dim)) if spec.qk_norm else None
+        widths = _norm_widths(spec)
+        self.q_norm, self.k_norm = (
+            None if width is None else nn.Parameter(torch.ones(width)) for width in widths
+        )
+        options = AttentionOptions(
+            spec.attention_scale, spec.layers[layer].window, spec.attention_cap
+        )
+        self.options = options.without_defaults(spec.head_dim)
 
     def mix_heads(
         self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
     ) -> Tensor:
         qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
-        return attend(
-            layer, qkv_TNE, Heads(self.heads, self.q_norm, self.k_norm, self.eps, rotation)
-        )
+        norms = (self.q_norm, self.k_norm, self.eps)
+        return attend(layer, qkv_TNE, Heads(self.heads, *norms, rotation, self.options))
+
+
+class GeneralSelfAttention(SelfAttention):
+    """Attention whose q and k have norms or rotations that kernels do not have.
+
+    They are normalized over the whole projection, or with an offset of the weight, rotated in part,
+    or grow with the position (queries).
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        self.offset = spec.block.norm_offset
+        for weight in (self.q_norm, self.k_norm):
+            if weight is not None:
+                nn.init.constant_(weight, 1.0 - self.offset)
+
+    def mix_heads(
+        self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
+    ) -> Tensor:
+        rest = (qkv_TO.shape[1] - self.heads * self.head_dim) // 2
+        q_TO, k_TO, v_TO = qkv_TO.split([self.heads * self.head_dim, rest, rest], 1)
+        q_TO, k_TO = self._normalize(q_TO, self.q_norm), self._normalize(k_TO, self.k_norm)
+        q_THE, k_TKE, v_TKE = (x.unflatten(1, (-1, self.head_dim)) for x in (q_TO, k_TO, v_TO))
+        q_THE = rotation.turn(q_THE) * rotation.query_factors_T11
+        qkv_TNE = torch.cat([q_THE, rotation.turn(k_TKE), v_TKE], 1)
+        heads = Heads(self.heads, None, None, self.eps, None, self.options)
+        return attend(layer, qkv_TNE, heads)
+
+    def _normalize(self, x_TO: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the norm over groups of as many numbers as the weight has."""
+        if weight is None:
+            return x_TO
+        parts = x_TO.unflatten(1, (-1, len(weight))).float()
+        scale = weight.float() + self.offset
+        return F.rms_norm(parts, scale.shape, scale, self.eps).to(x_TO.dtype).flatten(1)
+
+
+def _norm_widths(spec: ModelSpec) -> tuple[int | None, int | None]:
+    """Return the sizes of the weights of q's and k's norm."""
+    if spec.qk_norm is None:
+        return None, None
+    if spec.qk_norm == "head":
+        return spec.head_dim, spec.head_dim
+    q, k, _ = spec.qkv_splits
+    return q, k
 
 
 class MLP(nn.Module):
@@ -122,6 +198,14 @@ class MLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
         self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        self.activation = spec.block.activation
+
+    def gate(self, gate_up_T2F: Tensor) -> Tensor:
+        """Return the activated gate times the other half, T x F."""
+        if self.activation == "silu":
+            return swiglu(gate_up_T2F)
+        gate, up = gate_up_T2F.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up
 
 
 class Experts(nn.Module):

@@ -138,6 +138,7 @@ class CpuOps(Ops):
             and block.has_fused_form
             and cpu.takes(x_TD)
             and own.q_norm is not None
+            and own.options is None
             and takes_heads(own.head_dim)
             and isinstance(block.mlp, MLP)
             and all(p.requires_grad for p in block.parameters())

@@ -10,29 +10,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from hone.models.rope import Rope
+
 BLOCK_INPUTS = 128  # most inputs that share a scale in 8-bit weights (eight_bit.py)
 
 
-class NotImplementedHere(ValueError):
-    """An architecture or option that Hone's own implementation does not have."""
+@dataclass(frozen=True)
+class LayerAttention:
+    """What may differ between the layers of a model: rotation, and how far a token sees.
+
+    Attributes:
+        rope: rotary positions; None: none.
+        window: number of latest tokens that a token sees, itself included; None: all.
+    """
+
+    rope: Rope | None
+    window: int | None = None
 
 
 @dataclass(frozen=True)
-class Llama3Rope:
-    """Scaling of rotary frequencies in Llama 3.1.
+class BlockOptions:
+    """What a block has beside x += attention(norm(x)); x += mlp(norm(x)).
 
-    Low frequencies are divided by `factor`, high ones are kept, and those between are blended.
+    Attributes:
+        norms: "before" attention and MLP, "after" them, or "both".
+        norm_offset: added to the stored weight of every norm, in float32.
+        activation: of the gate in the MLP; "gelu": its tanh form.
+        branch_factor: factor of what attention and MLP add to the residual stream.
     """
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    norms: Literal["before", "after", "both"] = "before"
+    norm_offset: float = 0.0
+    activation: Literal["silu", "gelu"] = "silu"
+    branch_factor: float = 1.0
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Shape of a model; field names follow `config.json`."""
+    """Shape of a model; field names follow `config.json`.
+
+    Attributes:
+        layers: what differs between layers, one entry for each.
+        qk_norm: RMS norm of q and k: per "head", over the "whole" projection, or None.
+        attention_scale: factor of q k; None: head_dim^-0.5.
+        attention_cap: attention logits become cap * tanh(logits / cap).
+        logit_cap: the same for the model's logits.
+        embedding_factor: factor of the token embeddings, rounded to the dtype of the weights.
+        logit_factor: factor of the logits, before the cap.
+        fuses_projections: files store q, k and v as one tensor, and gate and up.
+        is_text_part: the files have other parts, such as a vision tower, which stay as they are.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -42,16 +69,22 @@ class ModelSpec:
     num_key_value_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    layers: tuple[LayerAttention, ...]
     tie_word_embeddings: bool
     max_position_embeddings: int
     initializer_range: float
     qkv_bias: bool
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = True
-    rope_scaling: Llama3Rope | None = None
-    logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    qk_norm: Literal["head", "whole"] | None = "head"
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    logit_cap: float | None = None
+    embedding_factor: float = 1.0
+    logit_factor: float = 1.0
+    fuses_projections: bool = False
+    is_text_part: bool = False
+    block: BlockOptions = BlockOptions()
 
     @property
     def qkv_splits(self) -> tuple[int, int, int]:
@@ -61,26 +94,39 @@ class ModelSpec:
 
     # --------------------------------------------------------------------------- what families may say otherwise
 
-    @classmethod
-    def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
-        """Return the spec's fields that a family reads from its own `config.json` keys.
-
-        Raises ValueError for unsupported values, KeyError for missing keys.
-        """
-        return {"intermediate_size": int(config["intermediate_size"])}
-
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
-    is_text_part: ClassVar[bool] = (
-        False  # of a model with other parts, whose weights stay as they are
-    )
-    has_fast_paths: ClassVar[bool] = True  # packed models and captured steps support this block
+
+    @property
+    def has_fast_paths(self) -> bool:
+        """Return True if packed models and captured steps support this model's blocks."""
+        is_plain = self.attention_scale is None and self.attention_cap is None
+        has_factors = self.embedding_factor != 1.0 or self.logit_factor != 1.0
+        return (
+            self.block == BlockOptions()
+            and self.has_plain_heads
+            and is_plain
+            and not has_factors
+            and not any(layer.window for layer in self.layers)
+        )
+
+    @property
+    def has_plain_heads(self) -> bool:
+        """Return True if q and k are at most normalized per head, and rotated over their whole size."""
+        ropes = {layer.rope for layer in self.layers if layer.rope is not None}
+        has_plain_norm = self.qk_norm is None or (
+            self.qk_norm == "head" and self.block.norm_offset == 0
+        )
+        return has_plain_norm and all(
+            rope.width == self.head_dim and not rope.query_growth for rope in ropes
+        )
 
     @property
     def context_marks(self) -> tuple[int, ...]:
         """Return the distances in tokens at which attention or rotation changes, such as a window."""
-        rope = self.rope_scaling
-        return () if rope is None else (rope.original_max_position_embeddings,)
+        windows = {layer.window for layer in self.layers}
+        lengths = {layer.rope.original_length for layer in self.layers if layer.rope is not None}
+        return tuple(sorted(mark for mark in windows | lengths if mark))
 
     @property
     def routed_experts(self) -> int:
@@ -92,6 +138,8 @@ class ModelSpec:
         """Return (inputs, outputs) of the linears of a block that support LoRA, by HF name."""
         D = self.hidden_size
         F = self.intermediate_size
+        if self.fuses_projections:
+            return self.attention_linears | {"gate_up_proj": (D, 2 * F), "down_proj": (F, D)}
         return self.attention_linears | {
             "gate_proj": (D, F),
             "up_proj": (D, F),
@@ -100,6 +148,11 @@ class ModelSpec:
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         """Return, by feed-forward parameter, the names of the HF tensors that it stacks by rows."""
+        if self.fuses_projections:
+            return {
+                "gate_up.weight": ["gate_up_proj.weight"],
+                "down.weight": ["down_proj.weight"],
+            }
         table = {
             "gate_up.weight": ["gate_proj.weight", "up_proj.weight"],
             "down.weight": ["down_proj.weight"],
@@ -124,6 +177,8 @@ class ModelSpec:
 
     def stacked_rows(self, name: str) -> tuple[int, ...] | int:
         """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
+        if self.fuses_projections:
+            return 0
         if ".qkv." in name:
             return self.qkv_splits
         _, is_feed_forward, own = name.partition(".mlp.")
@@ -145,6 +200,8 @@ class ModelSpec:
     def attention_linears(self) -> dict[str, tuple[int, int]]:
         D = self.hidden_size
         (q, k, v) = self.qkv_splits
+        if self.fuses_projections:
+            return {"qkv_proj": (D, q + k + v), "o_proj": (q, D)}
         return {"q_proj": (D, q), "k_proj": (D, k), "v_proj": (D, v), "o_proj": (q, D)}
 
     @property

@@ -11,7 +11,6 @@ Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` maps them to Hugging
 T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
 """
 
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -22,9 +21,20 @@ from hone.kernels import gpu
 from hone.kernels.row_gather import take_rows
 from hone.models.attention_layouts import Rotation
 from hone.models.language_model import LanguageModel
-from hone.models.layers import MLP, Attention, Embedding, Experts, Linear, RMSNorm, SelfAttention
+from hone.models.layers import (
+    MLP,
+    Attention,
+    Embedding,
+    Experts,
+    GeneralSelfAttention,
+    Linear,
+    RMSNorm,
+    SelfAttention,
+    make_norm,
+)
 from hone.models.ops import Ops, Pending, select_ops
-from hone.models.spec import Llama3Rope, ModelSpec
+from hone.models.rope import Rope
+from hone.models.spec import BlockOptions, ModelSpec
 
 FEED_FORWARD: dict[str, Any] = {"mlp": MLP, "experts": Experts}
 
@@ -33,10 +43,10 @@ class Block(nn.Module):
     # CpuOps may compute the whole block in one call; False in a subclass that has other steps.
     has_fused_form: ClassVar[bool] = True
 
-    def __init__(self, spec: ModelSpec) -> None:
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = SelfAttention(spec)
+        self.attention = make_attention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = FEED_FORWARD[spec.feed_forward](spec)
 
@@ -73,6 +83,91 @@ class Block(nn.Module):
         return ops.feed_forward(self.mlp_norm, self.mlp, x_TD, delta, after)
 
 
+class GeneralBlock(Block):
+    """A block with norms after attention and MLP, other norms, activations, or factors of branches.
+
+    x += factor * norm(attention(norm(x)));  x += factor * norm(mlp(norm(x)))
+    """
+
+    has_fused_form = False
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        size = spec.hidden_size
+        before, after = (spec.block.norms in (place, "both") for place in ("before", "after"))
+        self.attention_norm, self.mlp_norm = (  # type: ignore[assignment]
+            make_norm(size, spec) if before else None for _ in range(2)
+        )
+        self.attention_norm_after, self.mlp_norm_after = (
+            make_norm(size, spec) if after else None for _ in range(2)
+        )
+        self.factor = spec.block.branch_factor
+
+    def forward(
+        self,
+        ops: Ops,
+        layer: int,
+        x_TD: Tensor,
+        delta: Pending,
+        rotation: Rotation,
+        attend: Attention,
+        keep_N: Tensor | None,
+        following: "Block | None" = None,
+    ) -> tuple[Tensor, Pending]:
+        assert not isinstance(delta, gpu.Scaled)
+        x_TD, normed_TD = _add_normed(self.attention_norm, x_TD, delta)
+        qkv_TO = ops.linear(self.attention.qkv, normed_TD)
+        mixed_TD = self.attention.mix_heads(layer, qkv_TO, rotation, attend)
+        if keep_N is not None:
+            x_TD = take_rows(x_TD, keep_N)
+            mixed_TD = take_rows(mixed_TD, keep_N)
+        branch_TD = ops.linear(self.attention.out, mixed_TD)
+        delta = self._finish_branch(self.attention_norm_after, branch_TD)
+        x_TD, normed_TD = _add_normed(self.mlp_norm, x_TD, delta)
+        gate_up_T2F = ops.linear(self.mlp.gate_up, normed_TD)
+        branch_TD = ops.linear(self.mlp.down, self.mlp.gate(gate_up_T2F))
+        return x_TD, self._finish_branch(self.mlp_norm_after, branch_TD)
+
+    def _finish_branch(self, norm: RMSNorm | None, branch_TD: Tensor) -> Tensor:
+        if norm is not None:
+            branch_TD = norm(branch_TD, None)[1]
+        return branch_TD if self.factor == 1.0 else branch_TD * self.factor
+
+
+def _add_normed(
+    norm: RMSNorm | None, x_TD: Tensor, delta_TD: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return x + delta, and its norm if there is one."""
+    if norm is not None:
+        return norm(x_TD, delta_TD)
+    total_TD = x_TD if delta_TD is None else x_TD + delta_TD
+    return total_TD, total_TD
+
+
+def make_attention(spec: ModelSpec, layer: int) -> SelfAttention:
+    return (SelfAttention if spec.has_plain_heads else GeneralSelfAttention)(spec, layer)
+
+
+def make_block(spec: ModelSpec, layer: int) -> Block:
+    return (Block if spec.block == BlockOptions() else GeneralBlock)(spec, layer)
+
+
+# By place of the norms, the HF name of each norm of a block.
+NORM_NAMES = {
+    "before": {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"},
+    "after": {
+        "attention_norm_after": "post_attention_layernorm",
+        "mlp_norm_after": "post_feedforward_layernorm",
+    },
+    "both": {
+        "attention_norm": "input_layernorm",
+        "attention_norm_after": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_norm_after": "post_feedforward_layernorm",
+    },
+}
+
+
 class Transformer(LanguageModel):
     """Hone's own implementation of a causal language model.
 
@@ -82,10 +177,10 @@ class Transformer(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.embed = Embedding(spec.vocab_size, spec.hidden_size)
-        self.blocks = nn.ModuleList(Block(spec) for _ in range(spec.num_hidden_layers))
-        self.norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.blocks = nn.ModuleList(make_block(spec, i) for i in range(spec.num_hidden_layers))
+        self.norm = make_norm(spec.hidden_size, spec)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
-        self.rope_table: tuple[Tensor, Tensor] | None = None
+        self.rope_tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
 
     @classmethod
     def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:
@@ -98,13 +193,16 @@ class Transformer(LanguageModel):
         for i in range(spec.num_hidden_layers):
             ours = f"blocks.{i}"
             theirs = f"model.layers.{i}"
+            projections = ["qkv"] if spec.fuses_projections else list("qkv")
             table |= {
-                f"{ours}.attention_norm.weight": [f"{theirs}.input_layernorm.weight"],
+                f"{ours}.{name}.weight": [f"{theirs}.{hf}.weight"]
+                for name, hf in NORM_NAMES[spec.block.norms].items()
+            }
+            table |= {
                 f"{ours}.attention.qkv.weight": [
-                    f"{theirs}.self_attn.{x}_proj.weight" for x in "qkv"
+                    f"{theirs}.self_attn.{x}_proj.weight" for x in projections
                 ],
                 f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
-                f"{ours}.mlp_norm.weight": [f"{theirs}.post_attention_layernorm.weight"],
             }
             if spec.qk_norm:
                 table |= {
@@ -130,7 +228,10 @@ class Transformer(LanguageModel):
         T without repeats) only those rows are returned, N x D; of the other tokens, the last block
         computes only keys and values.
         """
-        return self.forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
+        x_TD = self.embed(tokens_T)
+        if self.spec.embedding_factor != 1.0:
+            x_TD = x_TD * torch.tensor(self.spec.embedding_factor, dtype=x_TD.dtype)
+        return self.forward_embedded(x_TD, positions_T, attend, keep_N)
 
     def forward_embedded(
         self,
@@ -142,17 +243,23 @@ class Transformer(LanguageModel):
         """Run `forward` on embedded tokens. Positions may be omitted if `attend` knows them."""
         ops = select_ops(x_TD)
         delta = None
-        rotation = Rotation(self.rope_tables(x_TD.device, x_TD.dtype), positions_T)
+        rotations = {
+            rope: Rotation(self.rope_table(rope, x_TD), positions_T, rope)
+            for rope in {layer.rope for layer in self.spec.layers}
+        }
         last = len(self.blocks) - 1
         self._give_routing(keep_N)
         for layer, block in enumerate(self.blocks):
             kept_N, following = (keep_N, None) if layer == last else (None, self.blocks[layer + 1])
+            rotation = rotations[self.spec.layers[layer].rope]
             inputs = (ops, layer, x_TD, delta, rotation, attend, kept_N, following)
             if self.recomputes and torch.is_grad_enabled():
                 x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x_TD, delta = block(*inputs)
-        return self.norm(x_TD, delta)[1]
+        hidden_TD: Tensor = self.norm(x_TD, delta)[1]
+        factor = self.spec.logit_factor
+        return hidden_TD if factor == 1.0 else hidden_TD * factor
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
         """Pass each block its given experts from `routing_TR`; the last, rows `keep_N` only."""
@@ -178,49 +285,44 @@ class Transformer(LanguageModel):
         """Return the mixture of experts of each block, for models that have experts."""
         return [block.mlp for block in self.blocks]  # type: ignore[misc]
 
-    def rope_tables(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the rotary angles of all positions, P x E (Su et al. 2021).
-
-        Each half of a row has all angles; the first half of sin is negated.
-        """
-        table = self.rope_table
-        if table is None or table[0].device != device or table[0].dtype != dtype:
-            table = self.rope_table = build_rope_table(self.spec, device, dtype)
+    def rope_table(self, rope: Rope | None, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and signed sin of all positions, on the device and in the dtype of `like`."""
+        table = self.rope_tables.get(rope)
+        if table is None or table[0].device != like.device or table[0].dtype != like.dtype:
+            built = build_rope_table(rope, self.spec)
+            table = tuple(x.to(like.device, like.dtype) for x in built)  # type: ignore[assignment]
+            assert table is not None
+            self.rope_tables[rope] = table
         return table
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
-        """Draw normal weights with deviation `initializer_range`; norms are 1, biases 0."""
+        """Draw normal weights with deviation `initializer_range`; norms scale by 1, biases are 0."""
         for name, parameter in self.named_parameters():
-            if name.endswith("norm") or name.endswith("norm.weight"):
-                parameter.fill_(1.0)
+            if "norm" in name.split(".", 2)[-1] or name.startswith("norm"):
+                parameter.fill_(1.0 - self.spec.block.norm_offset)
             elif name.endswith("bias"):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, self.spec.initializer_range, generator=generator)
 
 
-def build_rope_table(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return cos and signed sin for every position, P x E; sin's first half is negated."""
-    half = torch.arange(0, spec.head_dim, 2, dtype=torch.int64).float() / spec.head_dim
-    frequencies = 1.0 / spec.rope_theta**half
-    if spec.rope_scaling is not None:
-        frequencies = scale_frequencies(frequencies, spec.rope_scaling)
-    angles = torch.outer(torch.arange(spec.max_position_embeddings).float(), frequencies)
-    cos = angles.cos()
-    sin = angles.sin()
-    return torch.cat([cos, cos], -1).to(device, dtype), torch.cat([-sin, sin], -1).to(device, dtype)
+def build_rope_table(rope: Rope | None, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of the rotary angles of all positions, P x width, float32.
 
-
-def scale_frequencies(frequencies: Tensor, rope: Llama3Rope) -> Tensor:
-    """Scale frequencies as Llama 3.1 does.
-
-    The scale depends on a frequency's number of turns within the original context length.
+    Each half of a row has all angles; the first half of sin is negated. Without a rope they are
+    those of no rotation.
     """
-    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(
-        0, 1
-    )
-    return kept * frequencies + (1 - kept) * frequencies / rope.factor
+    P = spec.max_position_embeddings
+    if rope is None:
+        return torch.ones(P, spec.head_dim), torch.zeros(P, spec.head_dim)
+    half = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
+    frequencies = 1.0 / rope.theta**half
+    amplitude = 1.0
+    if rope.scaling is not None:
+        frequencies = rope.scaling.scale(frequencies, rope.theta)
+        amplitude = rope.scaling.amplitude
+    angles = torch.outer(torch.arange(P).float(), frequencies)
+    cos = angles.cos() * amplitude
+    sin = angles.sin() * amplitude
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)

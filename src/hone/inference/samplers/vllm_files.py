@@ -54,11 +54,11 @@ class VllmFiles:
         self.home = home
         self.dtype = getattr(torch, dtype)
         self.config = read_model_config(model)
-        self.spec = (
-            parse_model_config(self.config, str(model / "config.json"))
-            if is_known(self.config)
-            else None
-        )
+        spec = None
+        if is_known(self.config):
+            spec = parse_model_config(self.config, str(model / "config.json"))
+        # The files of a model with other parts have names of their own.
+        self.spec = None if spec is None or spec.is_text_part else spec
         self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights received from a transport other than files

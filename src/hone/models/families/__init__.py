@@ -3,18 +3,70 @@
 Imports no torch.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.sections import Implementation
+from hone.models.families import dense
 from hone.models.families.hf_spec import is_installed, parse_hf_config
-from hone.models.families.qwen3_moe import Qwen3Moe
-from hone.models.spec import Llama3Rope, ModelSpec, NotImplementedHere
+from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
+from hone.models.rope import NotImplementedHere
+from hone.models.spec import ModelSpec
 
-FAMILIES: dict[str, type[ModelSpec]] = {
-    "Qwen3ForCausalLM": ModelSpec,
-    "Qwen2ForCausalLM": ModelSpec,
-    "LlamaForCausalLM": ModelSpec,
-    "Qwen3MoeForCausalLM": Qwen3Moe,
+Config = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the config.json of an architecture is read.
+
+    Attributes:
+        parse: returns the fields that replace those of `parse_common_fields`.
+        spec: class of the shape.
+        defaults: values of keys that a config.json may leave out.
+        activation: supported value of `hidden_act` or `hidden_activation`.
+        rotates_part: True if heads may be rotated in part.
+    """
+
+    parse: Callable[[Config, str], dict[str, Any]]
+    spec: type[ModelSpec] = ModelSpec
+    defaults: Config = field(default_factory=dict)
+    activation: str = "silu"
+    rotates_part: bool = False
+
+
+GELU = "gelu_pytorch_tanh"
+FAMILIES = {
+    "Qwen3ForCausalLM": Family(dense.parse_qwen3),
+    "Qwen2ForCausalLM": Family(dense.parse_qwen2),
+    "LlamaForCausalLM": Family(dense.parse_llama),
+    "Qwen3MoeForCausalLM": Family(parse_qwen3_moe, Qwen3Moe),
+    "Gemma2ForCausalLM": Family(
+        dense.parse_gemma2, defaults=dense.GEMMA2_DEFAULTS, activation=GELU
+    ),
+    "Gemma3ForCausalLM": Family(
+        dense.parse_gemma3, defaults=dense.GEMMA3_DEFAULTS, activation=GELU
+    ),
+    "GraniteForCausalLM": Family(dense.parse_granite),
+    "Ministral3ForCausalLM": Family(dense.parse_mistral),
+    "MistralForCausalLM": Family(dense.parse_mistral),
+    "Olmo2ForCausalLM": Family(dense.parse_olmo2, defaults={"rms_norm_eps": 1e-5}),
+    "Olmo3ForCausalLM": Family(dense.parse_olmo3, defaults={"rms_norm_eps": 1e-5}),
+    "Phi3ForCausalLM": Family(dense.parse_phi3, defaults={"rms_norm_eps": 1e-5}, rotates_part=True),
+    "SmolLM3ForCausalLM": Family(dense.parse_smollm3),
+}
+# Models with other parts whose text part is a model of the table, by its model_type.
+WITH_TEXT_PART = {
+    "Gemma3ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mistral3ForConditionalGeneration",
+}
+TEXT_PARTS = {
+    "gemma3_text": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral": "MistralForCausalLM",
 }
 ELSEWHERE = (
     "; transformers, if it is installed (the extra transformers), computes others, and vLLM samples from them "
@@ -22,13 +74,24 @@ ELSEWHERE = (
 )
 
 
-def is_known(config: dict[str, Any]) -> bool:
+def _find_text_part(config: Config) -> tuple[str, Config]:
+    """Return the architecture of a config.json's language model, and the keys that describe it."""
+    architecture = (config.get("architectures") or ["(none named)"])[0]
+    if architecture not in WITH_TEXT_PART or not isinstance(config.get("text_config"), dict):
+        return architecture, config
+    text = config["text_config"]
+    own = TEXT_PARTS.get(str(text.get("model_type")), architecture)
+    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return own, {**text, **tied}
+
+
+def is_known(config: Config) -> bool:
     """Return True if a `config.json` belongs to one of Hone's families."""
-    return (config.get("architectures") or [""])[0] in FAMILIES
+    return _find_text_part(config)[0] in FAMILIES
 
 
 def parse_model_config(
-    config: dict[str, Any], origin: str = "config.json", implementation: Implementation = "auto"
+    config: Config, origin: str = "config.json", implementation: Implementation = "auto"
 ) -> ModelSpec:
     """Return the ModelSpec of a `config.json`; `origin` names the file in errors.
 
@@ -50,72 +113,62 @@ def parse_model_config(
         return parse_hf_config(config, origin)
 
 
-def _parse_own(config: dict[str, Any], origin: str) -> ModelSpec:
-    architecture = (config.get("architectures") or ["(none named)"])[0]
-    if architecture not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+def _parse_own(config: Config, origin: str) -> ModelSpec:
+    architecture, text = _find_text_part(config)
+    family = FAMILIES.get(architecture)
+    if family is None:
+        supported = ", ".join([*FAMILIES, *sorted(WITH_TEXT_PART)])
         raise NotImplementedHere(
             f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}"
         )
-    family = FAMILIES[architecture]
-    for key, meant in (
-        ("use_sliding_window", False),
-        ("partial_rotary_factor", 1.0),
-        ("hidden_act", "silu"),
-    ):
-        found = config.get(key)
-        if found is not None and found != meant:
-            raise NotImplementedHere(
-                f"{origin}: {key} {found!r} is not supported; supported: {meant!r}{ELSEWHERE}"
-            )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    has_other_parts = text is not config
+    text = family.defaults | text
+    try:
+        fields = _parse_common_fields(text, family, origin) | family.parse(text, origin)
+    except NotImplementedHere as error:
+        raise NotImplementedHere(f"{error}{ELSEWHERE}") from None
+    except KeyError as error:
+        # transformers' configuration classes know what a text part leaves out
+        kind = NotImplementedHere if has_other_parts else ValueError
+        raise kind(f"{origin}: key {error.args[0]!r} is missing") from None
+    spec = family.spec(**fields, is_text_part=has_other_parts)
+    has_parts = any(layer.rope and layer.rope.width != spec.head_dim for layer in spec.layers)
+    if has_parts and not family.rotates_part:
         raise NotImplementedHere(
             f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}"
         )
-    is_llama = architecture == "LlamaForCausalLM"
-    has_bias = bool(config.get("attention_bias", False))
-    try:
-        heads = int(config["num_attention_heads"])
-        spec = family(
-            **family.parse_own_fields(config, origin),
-            vocab_size=int(config["vocab_size"]),
-            hidden_size=int(config["hidden_size"]),
-            num_hidden_layers=int(config["num_hidden_layers"]),
-            num_attention_heads=heads,
-            num_key_value_heads=int(config.get("num_key_value_heads") or heads),
-            head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-            max_position_embeddings=int(config.get("max_position_embeddings", 32768)),
-            initializer_range=float(config.get("initializer_range", 0.02)),
-            qkv_bias=has_bias or architecture == "Qwen2ForCausalLM",
-            out_bias=has_bias and architecture != "Qwen2ForCausalLM",
-            mlp_bias=is_llama and bool(config.get("mlp_bias", False)),
-            qk_norm=architecture.startswith("Qwen3"),
-            rope_scaling=_rope_scaling(rope, origin),
-        )
-    except KeyError as error:
-        raise ValueError(f"{origin}: key {error.args[0]!r} is missing") from None
     if spec.num_attention_heads % spec.num_key_value_heads:
         raise ValueError(
-            f"{origin}: num_attention_heads {heads} is not a multiple of num_key_value_heads {spec.num_key_value_heads}"
+            f"{origin}: num_attention_heads {spec.num_attention_heads} is not a multiple of num_key_value_heads "
+            f"{spec.num_key_value_heads}"
         )
     return spec
 
 
-def _rope_scaling(rope: dict[str, Any], origin: str) -> Llama3Rope | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
+def _parse_common_fields(config: Config, family: Family, origin: str) -> dict[str, Any]:
+    """Return the fields as most families read them: a Llama block without windows."""
+    found = config.get("hidden_activation") or config.get("hidden_act")
+    if found is not None and found != family.activation:
         raise NotImplementedHere(
-            f"{origin}: rope type {kind!r} is not supported; supported: 'default', 'llama3'{ELSEWHERE}"
+            f"{origin}: hidden_act {found!r} is not supported; supported: {family.activation!r}"
         )
-    return Llama3Rope(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
-    )
+    heads = int(config["num_attention_heads"])
+    has_bias = bool(config.get("attention_bias", False))
+    return {
+        "vocab_size": int(config["vocab_size"]),
+        "hidden_size": int(config["hidden_size"]),
+        "intermediate_size": int(config["intermediate_size"]),
+        "num_hidden_layers": int(config["num_hidden_layers"]),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
+        "head_dim": dense.read_head_dim(config),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "layers": dense.parse_layers(
+            config, origin, [dense.FULL] * int(config["num_hidden_layers"])
+        ),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "max_position_embeddings": int(config.get("max_position_embeddings", 32768)),
+        "initializer_range": float(config.get("initializer_range", 0.02)),
+        "qkv_bias": has_bias,
+        "out_bias": has_bias,
+    }

@@ -25,13 +25,11 @@ class HFSpec(ModelSpec):
     experts: int = 1
     active_experts: int = 1
 
-    has_fast_paths: ClassVar[bool] = False
     implementation: ClassVar[str] = "transformers"
 
     @property
-    def is_text_part(self) -> bool:  # type: ignore[override]
-        """Return True if the config.json describes a model with other parts, such as a vision tower."""
-        return isinstance(self.config.get("text_config"), dict)
+    def has_fast_paths(self) -> bool:
+        return False
 
     def can_adapt(self, name: str) -> bool:
         # peft reads gate_proj and its like as parts of the experts.
@@ -110,12 +108,15 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
         num_key_value_heads=int(read("num_key_value_heads") or heads),
         head_dim=int(read("head_dim") or hidden // heads),
         rms_norm_eps=1e-6,
-        rope_theta=0.0,
+        layers=(),
         tie_word_embeddings=bool(text.tie_word_embeddings),
-        max_position_embeddings=int(read("max_position_embeddings") or 32768),
+        max_position_embeddings=_find_longest(
+            int(read("max_position_embeddings") or 32768), read("rope_parameters", "rope_scaling")
+        ),
         initializer_range=float(read("initializer_range") or 0.02),
         qkv_bias=False,
-        qk_norm=False,
+        qk_norm=None,
+        is_text_part=isinstance(config.get("text_config"), dict),
         logit_cap=read("final_logit_softcapping"),
         config_text=json.dumps({k: v for k, v in config.items() if k not in NOT_SHAPE}),
         window=read("sliding_window"),
@@ -132,6 +133,13 @@ def _find_original_length(rope: Any) -> int | None:
     found = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     lengths = [part.get("original_max_position_embeddings") for part in found]
     return max((int(n) for n in lengths if n), default=None)
+
+
+def _find_longest(length: int, rope: Any) -> int:
+    """Return the most positions: with LongRoPE, those that have the same rotation in all sequences."""
+    if not isinstance(rope, dict) or rope.get("rope_type", rope.get("type")) != "longrope":
+        return length
+    return min(length, _find_original_length(rope) or length)
 
 
 def make_text_config(config: dict[str, Any], origin: str = "config.json") -> Any:

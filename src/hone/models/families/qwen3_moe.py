@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from hone.models.spec import ModelSpec, NotImplementedHere
+from hone.models.rope import NotImplementedHere
+from hone.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,10 @@ class Qwen3Moe(ModelSpec):
     normalizes: bool  # normalize the weights of a token's experts to sum 1
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "experts"
-    has_fast_paths: ClassVar[bool] = False
+
+    @property
+    def has_fast_paths(self) -> bool:
+        return False
 
     @property
     def routed_experts(self) -> int:
@@ -24,21 +28,6 @@ class Qwen3Moe(ModelSpec):
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         return self.attention_linears
-
-    @classmethod
-    def parse_own_fields(cls, config: dict[str, Any], origin: str) -> dict[str, Any]:
-        if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
-            raise NotImplementedHere(
-                f"{origin}: blocks without experts (decoder_sparse_step, mlp_only_layers) are not supported"
-            )
-        return {
-            "intermediate_size": int(config["moe_intermediate_size"]),
-            "experts": int(
-                config["num_local_experts" if "num_local_experts" in config else "num_experts"]
-            ),
-            "experts_per_token": int(config["num_experts_per_tok"]),
-            "normalizes": bool(config.get("norm_topk_prob", False)),
-        }
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         each = [f"experts.{i}" for i in range(self.experts)]
@@ -63,3 +52,20 @@ class Qwen3Moe(ModelSpec):
     @property
     def kept_feed_forward(self) -> int:
         return self.experts_per_token * (2 * self.hidden_size + 4 * self.intermediate_size)
+
+
+def parse_qwen3_moe(config: dict[str, Any], origin: str) -> dict[str, Any]:
+    """Return the fields that Qwen3-MoE reads in its own way."""
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise NotImplementedHere(
+            f"{origin}: blocks without experts (decoder_sparse_step, mlp_only_layers) are not supported"
+        )
+    if config.get("use_sliding_window"):
+        raise NotImplementedHere(f"{origin}: use_sliding_window is not supported")
+    experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
+    return {
+        "intermediate_size": int(config["moe_intermediate_size"]),
+        "experts": int(config[experts]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "normalizes": bool(config.get("norm_topk_prob", False)),
+    }
