@@ -26,7 +26,7 @@ from hone.engine.engine import Engine
 from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention_layouts
-from hone.models.spec import ModelSpec
+from hone.models.spec import ModelSpec, plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import PolicyTrainer
 
@@ -126,8 +126,22 @@ def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
 
 def rehearsals(name: str) -> None:
     width, inner, heads, key_heads, size = SHAPES[name]
-    numbers = (4096, width, inner, 2, heads, key_heads, size, 1e-6, 1e6, True, 4096, 0.02, False)
-    model = Transformer(ModelSpec(*numbers, qk_norm=size == 128)).bfloat16()
+    numbers = (
+        4096,
+        width,
+        inner,
+        2,
+        heads,
+        key_heads,
+        size,
+        1e-6,
+        plain_layers(1e6, size, 2),
+        True,
+        4096,
+        0.02,
+        False,
+    )
+    model = Transformer(ModelSpec(*numbers, qk_norm="head" if size == 128 else None)).bfloat16()
     model.init_weights(torch.Generator().manual_seed(0))
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)

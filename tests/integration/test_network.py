@@ -16,7 +16,7 @@ import torch
 
 from hone import machine
 from hone.models.hf import hf_tensors
-from hone.models.spec import ModelSpec
+from hone.models.spec import ModelSpec, plain_layers
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import model_checksum
 from hone.transport import network
@@ -34,13 +34,14 @@ from tests.hangs import HANG_SECONDS
 
 pytestmark = pytest.mark.main_path
 
-SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, 1000.0, True, 96, 0.5, False)
+SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
 LOG = logging.getLogger("test")
 has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 SERVER = """
 import json, sys, torch
 from hone.models.weight_proof import Proof
-from hone.models.spec import ModelSpec
+from hone.models.rope import Rope
+from hone.models.spec import LayerAttention, ModelSpec
 from hone.models.transformer import Transformer
 from hone.transport import network
 from hone.transport.network import NetworkReceiver, Superseded

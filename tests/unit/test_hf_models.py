@@ -1,4 +1,4 @@
-"""Models on transformers' modules: logits, gradients and greedy tokens are those of transformers."""
+"""On transformers' modules and on Hone's own: logits, gradients, greedy tokens are those of transformers."""
 
 import json
 
@@ -335,8 +335,11 @@ VISION = {
 WITH_VISION = {"gemma3": "gemma3_text", "mistral3": "ministral3", "llava": "llama"}
 
 
+@pytest.mark.parametrize("implementation", ["hone", "transformers"])
 @pytest.mark.parametrize("kind", WITH_VISION)
-def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(kind, tmp_path):
+def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
+    kind, implementation, tmp_path
+):
     from transformers import AutoModelForImageTextToText
 
     text = SHAPE | FAMILIES[WITH_VISION[kind]] | {"model_type": WITH_VISION[kind]}
@@ -345,13 +348,16 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(ki
     torch.manual_seed(0)
     theirs = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     theirs.save_pretrained(tmp_path / "model")
-    ours = load_model(tmp_path / "model")
+    shape = json.loads((tmp_path / "model" / "config.json").read_text())
+    spec = parse_model_config(shape, implementation=implementation)
+    assert spec.implementation == implementation
+    ours = load_model(tmp_path / "model", spec=spec)
     rows = sequences()
     with torch.no_grad():
         for row, found in zip(rows, run_packed(ours, rows), strict=True):
             torch.testing.assert_close(found, theirs(row[None]).logits[0], rtol=1e-4, atol=1e-4)
         before = load_file(tmp_path / "model" / "model.safetensors")
-        ours.blocks[1].self_attn.q_proj.weight.add_(1.0)
+        dict(hf_tensors(ours))["model.layers.1.self_attn.q_proj.weight"].add_(1.0)
     save_model(ours, tmp_path / "model", tmp_path / "saved")
     after = load_file(tmp_path / "saved" / "model.safetensors")
     assert before.keys() == after.keys()

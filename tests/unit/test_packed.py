@@ -7,17 +7,17 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.packed_model import PackedModel, Quickest
-from hone.models.spec import ModelSpec
+from hone.models.spec import ModelSpec, plain_layers
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
 # Sizes that leave edges everywhere
-QWEN3 = ModelSpec(70, 40, 72, 2, 4, 2, 16, 1e-6, 1000.0, True, 512, 0.3, False)
+QWEN3 = ModelSpec(70, 40, 72, 2, 4, 2, 16, 1e-6, plain_layers(1000.0, 16, 2), True, 512, 0.3, False)
 SPECS = {
     "qwen3": QWEN3,
-    "qwen2": replace(QWEN3, qkv_bias=True, qk_norm=False),
-    "llama": replace(QWEN3, qk_norm=False, tie_word_embeddings=False),
-    "llama with biases": replace(QWEN3, qk_norm=False, qkv_bias=True, out_bias=True, mlp_bias=True),
+    "qwen2": replace(QWEN3, qkv_bias=True, qk_norm=None),
+    "llama": replace(QWEN3, qk_norm=None, tie_word_embeddings=False),
+    "llama with biases": replace(QWEN3, qk_norm=None, qkv_bias=True, out_bias=True, mlp_bias=True),
 }
 
 

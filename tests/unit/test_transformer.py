@@ -180,8 +180,28 @@ def test_random_init_needs_no_weights_and_follows_the_seed(tmp_path):
             {"architectures": ["GPT2LMHeadModel"]},
             "architecture GPT2LMHeadModel is not supported; supported: Qwen3",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn'"),
-        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "key 'factor' is missing"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
+        (
+            {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
+            "layer_types with the kind chunked_attention",
+        ),
+        (
+            {"use_sliding_window": True, "layer_types": ["full_attention"]},
+            "layer_types with 1 kinds for 2 layers",
+        ),
+        (
+            {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}
+            | {"hidden_act": "gelu_pytorch_tanh"},
+            "use_bidirectional_attention is not supported",
+        ),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "moe_intermediate_size": 8}
+            | {"use_sliding_window": True},
+            "use_sliding_window",
+        ),
         ({"hidden_size": None}, "hidden_size"),
         (
             {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [1]},

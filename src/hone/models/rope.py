@@ -178,7 +178,7 @@ def _parse_scaling(keys: dict[str, Any], config: dict[str, Any], origin: str) ->
     longest = int(config.get("max_position_embeddings") or 0)
     if kind == "yarn":
         original = int(length or longest)
-        factor = float(keys.get("factor") or longest / original)
+        factor = float(keys["factor"])
         return YarnRope(
             factor=factor,
             beta_fast=float(keys.get("beta_fast") or 32.0),

@@ -235,6 +235,11 @@ class ModelSpec:
         return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
 
 
+def plain_layers(theta: float, head_dim: int, count: int) -> tuple[LayerAttention, ...]:
+    """Return layers without windows whose whole heads are rotated, all alike."""
+    return (LayerAttention(Rope(theta, head_dim)),) * count
+
+
 def read_model_config(directory: Path) -> dict[str, Any]:
     """Parse the `config.json` of a model directory. Raises ValueError that names the file."""
     return model_config_of(model_config_text(directory), directory)

@@ -137,9 +137,9 @@ GEMMA2_DEFAULTS = GEMMA3_DEFAULTS | {
 }
 
 
-def _parse_gemma(config: Config) -> Fields:
+def _parse_gemma(config: Config, origin: str) -> Fields:
     if config.get("use_bidirectional_attention"):
-        raise NotImplementedHere("use_bidirectional_attention is not supported")
+        raise NotImplementedHere(f"{origin}: use_bidirectional_attention is not supported")
     return {
         "attention_scale": float(config["query_pre_attn_scalar"]) ** -0.5,
         "attention_cap": config.get("attn_logit_softcapping"),
@@ -151,7 +151,7 @@ def _parse_gemma(config: Config) -> Fields:
 
 def parse_gemma2(config: Config, origin: str) -> Fields:
     layers = parse_layers(config, origin, _repeat_kinds(config, 2))
-    return _parse_gemma(config) | {"qk_norm": None, "layers": layers}
+    return _parse_gemma(config, origin) | {"qk_norm": None, "layers": layers}
 
 
 def parse_gemma3(config: Config, origin: str) -> Fields:
@@ -166,7 +166,7 @@ def parse_gemma3(config: Config, origin: str) -> Fields:
     ropes = {kind: {"rope_theta": thetas[kind], **(found.get(kind) or {})} for kind in thetas}
     kinds = _repeat_kinds(config, int(config.get("sliding_window_pattern") or 6))
     layers = parse_layers({**config, "rope_parameters": ropes}, origin, kinds)
-    return _parse_gemma(config) | {"qk_norm": "head", "layers": layers}
+    return _parse_gemma(config, origin) | {"qk_norm": "head", "layers": layers}
 
 
 def parse_granite(config: Config, origin: str) -> Fields:
