@@ -90,7 +90,7 @@ FAMILIES = {
     "phi3": {"partial_rotary_factor": 0.5},
     "phi3_long": {
         "partial_rotary_factor": 0.5,
-        "original_max_position_embeddings": 64,
+        "original_max_position_embeddings": 96,
         "rope_parameters": {
             "rope_type": "longrope",
             "rope_theta": 100.0,
@@ -208,6 +208,34 @@ def test_greedy_tokens_and_logprobs_are_those_of_transformers(case):
         torch.testing.assert_close(torch.tensor(completion.logprobs), own, rtol=1e-4, atol=2e-4)
 
 
+def test_prompts_in_chunks_of_any_size_give_the_same_logprobs(case):
+    _, _, ours = case
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, V, (n,), generator=generator).tolist() for n in (70, 66, 3)]
+    prompts.append(prompts[0][:40] + prompts[1][:30])  # begins with cached pages
+    for cut in (3, 16, 63, 64, 65):
+        engine = Engine(
+            ours, max_batch_size=4, max_model_len=96, kv_cache_gib=0.1, prefill_tokens=cut
+        )
+        requests = [GenerateRequest(ids, Sampling(1.0, 4, seed=1), frozenset()) for ids in prompts]
+        for ids, completion in zip(prompts, engine.generate(requests), strict=True):
+            expected = score_sequence(ours, ids + completion.ids)[-len(completion.ids) :]
+            found = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-4)
+
+
+def test_bfloat16_drifts_no_more_than_transformers(case):
+    directory, theirs, ours = case
+    rows = [torch.randint(3, V, (60,), generator=torch.Generator().manual_seed(5))]
+    short = load_model(directory, spec=ours.spec, dtype=torch.bfloat16)
+    with torch.no_grad():
+        exact = theirs(rows[0][None]).logits[0].log_softmax(-1)
+        found = run_packed(short, rows)[0].float().log_softmax(-1)
+        expected = theirs.bfloat16()(rows[0][None]).logits[0].float().log_softmax(-1)
+    drift, allowed = ((x - exact).abs().mean() for x in (found, expected))
+    assert drift <= 1.5 * allowed, (drift, allowed)
+
+
 def test_saved_weights_are_those_that_were_read(case, tmp_path):
     directory, _, ours = case
     save_model(ours, directory, tmp_path / "saved")
@@ -322,6 +350,41 @@ def test_the_canary_reaches_past_windows_and_scaled_rotation(kind, keys, without
     scores = [torch.tensor(score_sequence(one, ids)) for one in (model, other)]
     differ = float((scores[0] - scores[1]).abs().max())
     assert differ > 0.01 if without else differ == 0
+
+
+WITH_WINDOW = [kind for kind in FAMILIES if "sliding_window" in FAMILIES[kind]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [(kind, "transformers") for kind in WITH_WINDOW]
+    + [(kind, "hone") for kind in WITH_WINDOW if kind in OWN],
+)
+def test_a_window_ends_where_it_ends_in_transformers(kind, implementation):
+    """With one layer, token i sees token i - W + 1, and not token i - W."""
+    config = AutoConfig.for_model(
+        KINDS.get(kind, kind),
+        **SHAPE
+        | FAMILIES[kind]
+        | {"num_hidden_layers": 1, "max_window_layers": 0}
+        | ({"layer_types": ["sliding_attention"]} if "layer_types" in FAMILIES[kind] else {}),
+    ).to_dict()
+    architecture = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).__class__
+    config["architectures"] = [architecture.__name__]
+    spec = parse_model_config(config, implementation=implementation)
+    model = empty_model(spec, torch.float32, "cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.fill_(0.5)
+        ids = sequences()[0]
+        base = run_packed(model, [ids])[0]
+        at, window = 20, 8
+        for back, is_seen in ((window - 1, True), (window, False)):
+            other = ids.clone()
+            other[at - back] = (other[at - back] + 7) % V
+            changed = (run_packed(model, [other])[0][at] - base[at]).abs().max()
+            assert (changed > 1e-5) == is_seen
 
 
 VISION = {
