@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.engine.mixer_states import DecodeMixing, MixerStates
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.kernels import gpu, row_state
@@ -23,8 +24,10 @@ from hone.kernels.decode import (
     takes_pages,
 )
 from hone.kernels.pinned_memory import to_device
+from hone.models.adapters import Adapters
 from hone.models.attention_layouts import Heads
 from hone.models.language_model import LanguageModel
+from hone.models.mixers import Mixer
 from hone.models.spec import ModelSpec
 
 # GPU kernels' tiles divide a page; on a CPU short prompts are worth sharing. With multiples of 16
@@ -41,7 +44,7 @@ class KVCache:
         self.hidden_size = spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
         shape = (
-            spec.num_hidden_layers,
+            spec.attention_layers,
             2,
             self.pool.pages,
             size,
@@ -60,10 +63,14 @@ class KVCache:
             else None
         )
 
+        self.mixers = MixerStates(spec, self.pool, dtype, device) if spec.mixer_layers else None
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of all pages; on a CPU, pages that were never used take no memory."""
-        return self.store.nbytes + (0 if self.routing is None else self.routing.nbytes)
+        others = [] if self.routing is None else [self.routing]
+        others += [] if self.mixers is None else [self.mixers.inputs]
+        return self.store.nbytes + sum(x.nbytes for x in others)
 
     def note_routing(
         self, model: LanguageModel, cells_T: Tensor, kept_N: Tensor | None = None
@@ -110,6 +117,10 @@ class KVCache:
             copied.append(
                 (self.routing.view(-1, self.pool.size, self.routing.shape[1])[:, :tokens], 0)
             )
+        if self.mixers is not None:
+            by_page = self.mixers.inputs.unflatten(1, (-1, self.pool.size))
+            copied.append((by_page[:, :, :tokens], 1))
+            self.mixers.copy_pages(source, target, tokens)
         for pages, dimension in copied:
             pages.index_copy_(dimension, there, pages.index_select(dimension, here))
 
@@ -117,9 +128,19 @@ class KVCache:
 class DecodeAttention:
     """Attention of one new token per sequence over the sequence's earlier tokens and the new one."""
 
-    def __init__(self, cache: KVCache, rows: DecodeRows) -> None:
+    def __init__(self, cache: KVCache, rows: DecodeRows, adapters: Adapters | None = None) -> None:
         self.cache = cache
         self.rows = rows
+        self.adapters = adapters
+
+    @cached_property
+    def mixing(self) -> DecodeMixing:
+        assert self.cache.mixers is not None and self.adapters is not None
+        return DecodeMixing(self.cache.mixers, self.rows, self.adapters)
+
+    def mix_sequences(self, layer: int, x_BD: Tensor, mixer: Mixer) -> Tensor:
+        """Return the outputs of a mixer, B x D, for the new tokens."""
+        return self.mixing.mix_sequences(layer, x_BD, mixer)
 
     @cached_property
     def longest(self) -> int:

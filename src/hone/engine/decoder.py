@@ -78,7 +78,7 @@ class Decoder:
             return self.draw_tokens(
                 self.packed.decode_rows(rows), active_B, kind, advance=True, is_logits=True
             )
-        attention = DecodeAttention(self.cache, rows)
+        attention = DecodeAttention(self.cache, rows, self.adapters)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
             if self.stays_on_device:
                 from hone.kernels.gpu.row_kernels import newest_embeddings

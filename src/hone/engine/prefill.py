@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
+from hone.engine.mixer_states import PrefillMixing
 from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
 from hone.kernels.pinned_memory import to_device
@@ -34,6 +35,7 @@ from hone.models.attention_layouts import (
 )
 from hone.models.eight_bit import count_weights
 from hone.models.language_model import LanguageModel
+from hone.models.mixers import Mixer
 
 # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory.
 WORTH_A_GRAPH = 2e13
@@ -95,6 +97,11 @@ class Prefill:
         attention = PrefillAttention(
             self.cache, positions_T, cells_T, self._build_attention(chunks, lengths, before)
         )
+        if self.cache.mixers is not None:
+            _, every = _token_places(chunks, [0] * len(chunks), size)
+            of_each = np.split(every, np.cumsum([s.end for s in chunks])[:-1])
+            states = self.cache.mixers
+            attention.mixing = PrefillMixing(states, of_each, lengths, numbers, self.adapters)
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
             hidden_PD: Tensor = self.model(tokens_T, positions_T, attention, kept_P)
@@ -252,6 +259,12 @@ class PrefillAttention:
         self.positions_T = positions_T
         self.cells_T = cells_T
         self.mix = mix
+        self.mixing: PrefillMixing | None = None  # of models with other mixers than attention
+
+    def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
+        """Return the outputs of a mixer, T x D, for the chunks' tokens."""
+        assert self.mixing is not None
+        return self.mixing.mix_sequences(layer, x_TD, mixer)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])

@@ -218,13 +218,14 @@ class Adapters:
             which_T: adapter number per token, 0 for none; None: no adapters.
             keep_N: indices of the tokens that the last block keeps; None: all tokens.
         """
+        before = self.which
         if which_T is not None:
             kept = {} if keep_N is None else {len(keep_N): which_T[keep_N]}
             self.which = {len(which_T): which_T, **kept}
         try:
             yield
         finally:
-            self.which = {}
+            self.which = before
 
     def used_by_all(self, name: str | None, count: int) -> AbstractContextManager[None]:
         """Apply an adapter to forward passes of `count` tokens inside this context manager.

@@ -34,6 +34,7 @@ from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm_rope import norm_rope, rotate
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import put_rows, take_rows
+from hone.models.mixers import Mixer, MixerState
 from hone.models.rope import Rope
 
 if TYPE_CHECKING:
@@ -275,6 +276,22 @@ class PackedAttention(FlatAttention):
         """Return each token's position in its sequence; completions continue their prompt."""
         start, length, _, before = self.sequences.rows.T
         return to_device(np.arange(self.count) - np.repeat(start - before, length), self.device)
+
+    def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
+        """Return the outputs of a mixer, T x D, for each sequence from its start.
+
+        A completion starts from the state of its prompt.
+        """
+        states: dict[int, MixerState] = {}  # by start of the sequence
+        out_TD = []
+        for start, length, prefix, before in self.sequences.rows.tolist():
+            if not length:
+                continue
+            first = states[prefix] if before else None
+            y_1LD, states[start] = mixer(x_TD[None, start : start + length], first)
+            out_TD.append(y_1LD[0])
+        rest = len(x_TD) - sum(len(part) for part in out_TD)
+        return torch.cat([*out_TD, x_TD.new_zeros(rest, x_TD.shape[1])])
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         turn = heads.rotation

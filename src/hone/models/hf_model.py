@@ -9,7 +9,7 @@ KV cache work as for Hone's own models. Linears of the layers become Hone's, for
 """
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
-from hone.models.families.hf_spec import HFSpec, make_text_config
+from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Attention, Linear
+from hone.models.mixers import Mixer, find_mixers, make_mixer
 from hone.models.spec import ModelSpec
 
 NAME = "hone"  # of the attention function in transformers
@@ -44,6 +45,20 @@ class _Pass:
     """The attention of the latest pass, for models that do not hand arguments down to their layers."""
 
     attend: Attention | None = None
+    attention_index: dict[int, int]  # by layer: its index among the layers with attention
+
+
+class _CheckedAttention:
+    """Attention that records number and size of the key/value heads."""
+
+    def __init__(self, attention: PackedAttention) -> None:
+        self.attention = attention
+        self.sizes: list[tuple[int, int]] = []
+        self.mix_sequences = attention.mix_sequences
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        self.sizes.append(((qkv_TNE.shape[1] - heads.H) // 2, qkv_TNE.shape[2]))
+        return self.attention(layer, qkv_TNE, heads)
 
 
 class HFModel(LanguageModel):
@@ -75,8 +90,19 @@ class HFModel(LanguageModel):
         if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
             raise ValueError(f"{kind} is not supported: its layers are not a list named layers")
         self.blocks = decoder.layers
+        self.current = _Pass()
+        with_attention = [i for i, kind in enumerate(spec.layer_kinds) if kind in ATTENTION_KINDS]
+        self.current.attention_index = {layer: i for i, layer in enumerate(with_attention)}
+        mixers = [mixer for layer in self.blocks for mixer in find_mixers(layer)]
+        if len(mixers) != spec.mixer_layers:
+            raise ValueError(
+                f"{kind} is not supported: {len(mixers)} mixers of tokens beside attention were found in "
+                f"{spec.mixer_layers} layers"
+            )
         for layer in self.blocks:
             _replace_linears(layer)
+        for i, module in enumerate(mixers):
+            module.forward = partial(_mix_tokens, self.current, i, make_mixer(module))
         self.embed = whole.get_input_embeddings()
         head = whole.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
@@ -86,7 +112,6 @@ class HFModel(LanguageModel):
         # Granite divides its logits, Cohere multiplies them; here the hidden states, with the same result.
         divisor = getattr(decoder.config, "logits_scaling", None) or 1.0
         self.logit_factor = float(getattr(decoder.config, "logit_scale", None) or 1.0) / divisor
-        self.current = _Pass()
         for module in decoder.modules():
             module.__dict__["hone_pass"] = self.current
         # Renamed in transformers 5.23.
@@ -167,12 +192,7 @@ class HFModel(LanguageModel):
         ids = torch.arange(3 * CHECKED_TOKENS, device=device) % self.spec.vocab_size
         first, other, second = ids.split(CHECKED_TOKENS)
         positions = attention.token_positions()
-        sizes = []
-
-        def attend(layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-            sizes.append(((qkv_TNE.shape[1] - heads.H) // 2, qkv_TNE.shape[2]))
-            return attention(layer, qkv_TNE, heads)
-
+        attend = _CheckedAttention(attention)
         one = self(torch.cat([first, second]), positions, attend)
         two = self(torch.cat([other, second]), positions, attend)
         if _differs(one[CHECKED_TOKENS:], two[CHECKED_TOKENS:]):
@@ -180,11 +200,11 @@ class HFModel(LanguageModel):
                 f"{kind} is not supported on transformers' modules: a packed sequence sees the one before it"
             )
         own = (self.spec.num_key_value_heads, self.spec.head_dim)
-        if sizes != [own] * 2 * len(self.blocks):
-            found = ", ".join(f"{heads} of {size}" for heads, size in sorted(set(sizes)))
+        if attend.sizes != [own] * 2 * self.spec.attention_layers:
+            found = ", ".join(f"{heads} of {size}" for heads, size in sorted(set(attend.sizes)))
             raise ValueError(
-                f"{kind} is not supported on transformers' modules: all {len(self.blocks)} layers must attend with "
-                f"{own[0]} key/value heads of {own[1]}, found {found or 'none'}"
+                f"{kind} is not supported on transformers' modules: {self.spec.attention_layers} layers must attend "
+                f"with {own[0]} key/value heads of {own[1]}, found {found or 'none'}"
             )
         keys = {"position_ids": positions[None], "use_cache": False, "attend": attend}
         theirs = self.whole(input_ids=torch.cat([other, second])[None], **keys).logits[0]
@@ -256,8 +276,18 @@ def attend_heads(
     q, k, v = (x[0].transpose(0, 1) for x in (query_1HTE, key_1KTE, value_1KTE))
     options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
     heads = Heads(q.shape[1], None, None, 0.0, None, options.without_defaults(q.shape[2]))
-    out_TA = attend(module.layer_idx, torch.cat([q, k, v], 1), heads)  # type: ignore[arg-type]
+    layer = module.__dict__["hone_pass"].attention_index[module.layer_idx]
+    out_TA = attend(layer, torch.cat([q, k, v], 1), heads)
     return out_TA.view(1, len(q), q.shape[1], -1), None
+
+
+def _mix_tokens(
+    current: _Pass, index: int, mixer: Mixer, hidden_states: Tensor, **others: Any
+) -> Tensor:
+    """Forward of a mixer in a pass: hand it to the pass, which knows the sequences."""
+    attend: Attention | None = others.get("attend") or current.attend
+    assert attend is not None
+    return attend.mix_sequences(index, hidden_states[0], mixer)[None]
 
 
 def _register_attention() -> None:

@@ -15,6 +15,7 @@ from hone.kernels.norm import add_norm
 from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
+from hone.models.mixers import Mixer
 from hone.models.spec import ModelSpec
 
 
@@ -26,6 +27,13 @@ class Attention(Protocol):
     """
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
+
+    def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer, /) -> Tensor:
+        """Return the outputs of a mixer (T x D), which sees no other sequence than a token's own.
+
+        For models with other mixers than attention; `layer` counts their mixers.
+        """
+        ...
 
 
 class Linear(nn.Module):
@@ -43,10 +51,10 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b and the adapters' part, for T x I, or for 1 x T x I as transformers has it."""
+        """Return W x + b and the adapters' part, for T x I, or for B x L x I as transformers has it."""
         if x.dim() == 3:
-            flat: Tensor = self(x[0])
-            return flat[None]
+            flat: Tensor = self(x.flatten(0, 1))
+            return flat.unflatten(0, x.shape[:2])
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added

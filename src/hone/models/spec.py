@@ -205,9 +205,20 @@ class ModelSpec:
         return {"q_proj": (D, q), "k_proj": (D, k), "v_proj": (D, v), "o_proj": (q, D)}
 
     @property
+    def attention_layers(self) -> int:
+        """Return the number of layers with attention."""
+        return self.num_hidden_layers
+
+    @property
+    def mixer_layers(self) -> int:
+        """Return the number of layers that mix tokens in another way, with a state."""
+        return 0
+
+    @property
     def cache_numbers(self) -> int:
-        """Return how many numbers the KV cache has per token."""
-        return self.num_hidden_layers * sum(self.qkv_splits[1:])
+        """Return how many numbers the cache has per token: keys, values, inputs of mixers."""
+        of_attention = self.attention_layers * sum(self.qkv_splits[1:])
+        return of_attention + self.mixer_layers * self.hidden_size
 
     def parameter_count(self) -> int:
         """Return the number of weights, without norms and biases."""

@@ -12,7 +12,12 @@ from typing import Any, ClassVar
 from hone.models.spec import ModelSpec
 
 NOT_SHAPE = ("dtype", "torch_dtype", "transformers_version")
-LAYER_TYPES = ("full_attention", "sliding_attention")
+ATTENTION_KINDS = ("full_attention", "sliding_attention")
+MIXER_KINDS = ("linear_attention", "conv", "mamba")
+OTHER_KINDS = ("mlp", "moe")
+# peft refuses adapters of out_proj there: kernels of Mamba read the weight alone.
+WITHOUT_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+FEED_FORWARD_PARTS = ("mlp", "moe", "expert", "feed_forward")  # in names of modules
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class HFSpec(ModelSpec):
     original_length: int | None = None  # before rotation was scaled
     experts: int = 1
     active_experts: int = 1
+    layer_kinds: tuple[str, ...] = ()
 
     implementation: ClassVar[str] = "transformers"
 
@@ -31,9 +37,24 @@ class HFSpec(ModelSpec):
     def has_fast_paths(self) -> bool:
         return False
 
+    @property
+    def attention_layers(self) -> int:
+        return sum(kind in ATTENTION_KINDS for kind in self.layer_kinds)
+
+    @property
+    def mixer_layers(self) -> int:
+        return sum(kind in MIXER_KINDS for kind in self.layer_kinds)
+
     def can_adapt(self, name: str) -> bool:
+        kind = self.config.get("model_type")
+        if kind in WITHOUT_OUT_PROJ and name.removesuffix(".weight").endswith(".out_proj"):
+            return False
+        if self.experts == 1:
+            return True
         # peft reads gate_proj and its like as parts of the experts.
-        return self.experts == 1 or "attn" in name or "attention" in name
+        layer = next((int(part) for part in name.split(".") if part.isdigit()), 0)
+        mixes_tokens = self.layer_kinds[layer] in (*ATTENTION_KINDS, *MIXER_KINDS)
+        return mixes_tokens and not any(part in name for part in FEED_FORWARD_PARTS)
 
     def stacked_rows(self, name: str) -> int:
         return 0
@@ -81,12 +102,6 @@ def parse_hf_config(config: dict[str, Any], origin: str) -> HFSpec:
 
 
 def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
-    kinds = set(getattr(text, "layer_types", None) or ()) - set(LAYER_TYPES)
-    if kinds:
-        raise ValueError(
-            f"{origin}: layers of the kind {min(kinds)} are not supported on transformers' modules; supported: "
-            f"{', '.join(LAYER_TYPES)}"
-        )
 
     def read(*names: str) -> Any:
         return next((found for x in names if (found := getattr(text, x, None)) is not None), None)
@@ -97,6 +112,14 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
     if None in (heads, hidden, layers):
         raise ValueError(
             f"{origin}: it does not say heads, hidden size and layers of a transformer"
+        )
+    kinds = read("layer_types", "layers_block_type") or [ATTENTION_KINDS[0]] * int(layers)
+    known = (*ATTENTION_KINDS, *MIXER_KINDS, *OTHER_KINDS)
+    unknown = sorted(set(kinds) - set(known))
+    if unknown:
+        raise ValueError(
+            f"{origin}: layers of the kind {unknown[0]} are not supported on transformers' modules; supported: "
+            f"{', '.join(known)}"
         )
     experts = read("num_local_experts", "num_experts", "n_routed_experts") or 1
     return HFSpec(
@@ -122,6 +145,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
         window=read("sliding_window"),
         original_length=_find_original_length(read("rope_parameters", "rope_scaling")),
         experts=int(experts),
+        layer_kinds=tuple(kinds),
         active_experts=int(read("num_experts_per_tok") or 1) if experts > 1 else 1,
     )
 
@@ -151,6 +175,16 @@ def make_text_config(config: dict[str, Any], origin: str = "config.json") -> Any
     return text
 
 
+def _decode_floats(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy with the floats that transformers writes as {"__float__": "Infinity"}."""
+
+    def decode(found: dict[str, Any]) -> Any:
+        return float(found["__float__"]) if found.keys() == {"__float__"} else found
+
+    decoded: dict[str, Any] = json.loads(json.dumps(config), object_hook=decode)
+    return decoded
+
+
 def _make_config(config: dict[str, Any], origin: str) -> Any:
     kind = str(config.get("model_type"))
     try:
@@ -163,7 +197,7 @@ def _make_config(config: dict[str, Any], origin: str) -> Any:
     if kind not in CONFIG_MAPPING.keys():  # noqa: SIM118, a mapping that loads its values
         raise ValueError(f"{origin}: this version of transformers has no model of type {kind}")
     try:
-        return CONFIG_MAPPING[kind].from_dict(dict(config))
+        return CONFIG_MAPPING[kind].from_dict(_decode_floats(config))
     except Exception as error:  # each configuration class checks in its own way
         first = str(error).strip().splitlines()[0]
         raise ValueError(f"{origin}: transformers refuses it: {first}") from None
