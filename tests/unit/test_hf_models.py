@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
+from hone.engine import mixer_states
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
@@ -58,6 +59,32 @@ YARN = {
 }
 MINISTRAL_ROPE = YARN | {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA4 = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 8,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": V,
+    "final_logit_softcapping": 30.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 100.0}
+        | {"partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+}
+MLA = {
+    "head_dim": 8,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
 HYBRID_LAYERS = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
 DELTA = {
     "linear_num_key_heads": 2,
@@ -119,6 +146,13 @@ FAMILIES = {
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "stablelm": {},  # hands no arguments down to its layers
     "starcoder2": {"sliding_window": 8},
+    # with heads of other sizes in some layers, or values of another size than keys
+    "gemma4_e": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    "gemma4_text": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+    | {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 48},
+    "glm4_moe_lite": MLA,
+    "deepseek_v3": MLA | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1},
     # with other mixers than attention
     "qwen3_5_text": DELTA | {"layer_types": HYBRID_LAYERS},
     "qwen3_5_moe_text": DELTA
@@ -148,7 +182,7 @@ LENGTHS = [24, 9, 17]
 # Also computed by Hone's own blocks.
 OWN = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text granite phi3
 phi3_long qwen2_windows""".split()
-KINDS = {"phi3_long": "phi3", "qwen2_windows": "qwen2"}
+KINDS = {"gemma4_e": "gemma4_text", "phi3_long": "phi3", "qwen2_windows": "qwen2"}
 
 
 @pytest.fixture(
@@ -163,15 +197,18 @@ def case(request, tmp_path):
     name, implementation = request.param
     kind = KINDS.get(name, name)
     config = AutoConfig.for_model(kind, **SHAPE | FAMILIES[name])
-    config.tie_word_embeddings = kind in ("gemma2", "gemma3_text", "granite")
+    config.tie_word_embeddings = kind.startswith("gemma") or kind == "granite"
     torch.manual_seed(0)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             is_norm = parameter.dim() == 1
             parameter.normal_(0.0, 0.1 if is_norm else 0.2)
-            if is_norm and "norm" in name and "gemma" not in kind:
+            if is_norm and "norm" in name and kind not in ("gemma2", "gemma3_text"):
                 parameter.add_(1.0)
+        for name, buffer in theirs.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
     theirs.save_pretrained(tmp_path / "model")
     spec = parse_model_config(
         json.loads((tmp_path / "model" / "config.json").read_text()), implementation=implementation
@@ -196,7 +233,7 @@ def test_packed_logits_and_gradients_are_those_of_transformers(case):
     found = run_packed(ours, rows)
     expected = [theirs(row[None]).logits[0] for row in rows]
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=2e-4)
     weight = torch.randn(sum(LENGTHS), V, generator=torch.Generator().manual_seed(2))
     (torch.cat(found) * weight).sum().backward()
     (torch.cat(expected) * weight).sum().backward()
@@ -251,6 +288,32 @@ def test_prompts_in_chunks_of_any_size_give_the_same_logprobs(case):
             ours, max_batch_size=4, max_model_len=96, kv_cache_gib=0.1, prefill_tokens=cut
         )
         requests = [GenerateRequest(ids, Sampling(1.0, 4, seed=1), frozenset()) for ids in prompts]
+        for ids, completion in zip(prompts, engine.generate(requests), strict=True):
+            expected = score_sequence(ours, ids + completion.ids)[-len(completion.ids) :]
+            found = torch.tensor(completion.logprobs)
+            torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-4)
+
+
+HYBRIDS = ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "granitemoehybrid"]
+
+
+@pytest.mark.parametrize(
+    "case", [(kind, "transformers") for kind in HYBRIDS], indirect=True, ids=HYBRIDS
+)
+@pytest.mark.parametrize("spare", [64, -8])
+def test_states_of_mixers_follow_siblings_prefixes_and_reused_slots(case, spare, monkeypatch):
+    """More groups than slots, prompts that begin with cached pages, states that were evicted."""
+    monkeypatch.setattr(mixer_states, "SPARE_STATES", spare)
+    _, _, ours = case
+    generator = torch.Generator().manual_seed(6)
+    first, second = (torch.randint(3, V, (n,), generator=generator).tolist() for n in (37, 21))
+    engine = Engine(ours, max_batch_size=4, max_model_len=96, kv_cache_gib=0.1, prefill_tokens=32)
+    prompts = [first] * 3 + [second] * 3 + [first[:33] + second, second + first[:9], first[:1]]
+    for turn in range(2):
+        requests = [
+            GenerateRequest(ids, Sampling(1.0, 3 + i, seed=10 * turn + i), frozenset())
+            for i, ids in enumerate(prompts)
+        ]
         for ids, completion in zip(prompts, engine.generate(requests), strict=True):
             expected = score_sequence(ours, ids + completion.ids)[-len(completion.ids) :]
             found = torch.tensor(completion.logprobs)
@@ -353,7 +416,7 @@ def test_an_eight_bit_base_is_near_the_model(case):
         before = torch.cat(run_packed(ours, rows))
         add_lora(ours, LoRAConfig(rank=4, base_bits=8), seed=0)
         after = torch.cat(run_packed(ours, rows))
-    assert 0 < (after - before).norm() < 0.4 * before.norm()  # experts may be chosen anew
+    assert 0 < (after - before).norm() < 0.5 * before.norm()  # experts may be chosen anew
 
 
 @pytest.mark.parametrize(
@@ -391,7 +454,10 @@ def test_the_canary_reaches_past_windows_and_scaled_rotation(kind, keys, without
     assert differ > 0.01 if without else differ == 0
 
 
-WITH_WINDOW = [kind for kind in FAMILIES if "sliding_window" in FAMILIES[kind]]
+# Gemma 4's last layer has no window.
+WITH_WINDOW = [
+    kind for kind in FAMILIES if "sliding_window" in FAMILIES[kind] and "gemma4" not in kind
+]
 
 
 @pytest.mark.parametrize(
@@ -434,11 +500,19 @@ VISION = {
     "image_size": 28,
     "patch_size": 14,
 }
-WITH_VISION = {"gemma3": "gemma3_text", "mistral3": "ministral3", "llava": "llama"}
+WITH_VISION = {
+    "gemma3": "gemma3_text",
+    "mistral3": "ministral3",
+    "llava": "llama",
+    "qwen3_5": "qwen3_5_text",
+}
 
 
-@pytest.mark.parametrize("implementation", ["hone", "transformers"])
-@pytest.mark.parametrize("kind", WITH_VISION)
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [(kind, "transformers") for kind in WITH_VISION]
+    + [(kind, "hone") for kind in WITH_VISION if kind != "qwen3_5"],
+)
 def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
     kind, implementation, tmp_path
 ):
@@ -459,12 +533,13 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
         for row, found in zip(rows, run_packed(ours, rows), strict=True):
             torch.testing.assert_close(found, theirs(row[None]).logits[0], rtol=1e-4, atol=1e-4)
         before = load_file(tmp_path / "model" / "model.safetensors")
-        dict(hf_tensors(ours))["model.layers.1.self_attn.q_proj.weight"].add_(1.0)
+        (name, weight), *_ = (x for x in hf_tensors(ours) if "self_attn.q_proj" in x[0])
+        weight.add_(1.0)
     save_model(ours, tmp_path / "model", tmp_path / "saved")
     after = load_file(tmp_path / "saved" / "model.safetensors")
     assert before.keys() == after.keys()
     changed = [name for name in before if not torch.equal(before[name], after[name])]
-    assert len(changed) == 1 and changed[0].endswith("layers.1.self_attn.q_proj.weight")
+    assert len(changed) == 1 and changed[0].endswith(name.removeprefix("model."))
     again = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
     with torch.no_grad():
         found = run_packed(load_model(tmp_path / "saved"), rows)[0]

@@ -77,7 +77,7 @@ class MixerStates:
             self.states.setdefault(cell, {})[layer] = (state, row)
 
     def evict_states(self, kept: int) -> None:
-        while len(self.states) > kept:
+        while len(self.states) > max(0, kept):
             self.states.popitem(last=False)
 
 

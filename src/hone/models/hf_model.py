@@ -46,6 +46,7 @@ class _Pass:
 
     attend: Attention | None = None
     attention_index: dict[int, int]  # by layer: its index among the layers with attention
+    heads: tuple[int, int]  # number and size of the key/value heads in the cache
 
 
 class _CheckedAttention:
@@ -92,6 +93,7 @@ class HFModel(LanguageModel):
         self.blocks = decoder.layers
         self.current = _Pass()
         with_attention = [i for i, kind in enumerate(spec.layer_kinds) if kind in ATTENTION_KINDS]
+        self.current.heads = (spec.num_key_value_heads, spec.head_dim)
         self.current.attention_index = {layer: i for i, layer in enumerate(with_attention)}
         mixers = [mixer for layer in self.blocks for mixer in find_mixers(layer)]
         if len(mixers) != spec.mixer_layers:
@@ -204,7 +206,7 @@ class HFModel(LanguageModel):
             found = ", ".join(f"{heads} of {size}" for heads, size in sorted(set(attend.sizes)))
             raise ValueError(
                 f"{kind} is not supported on transformers' modules: {self.spec.attention_layers} layers must attend "
-                f"with {own[0]} key/value heads of {own[1]}, found {found or 'none'}"
+                f"with at most {own[0]} key/value heads of {own[1]}, found {found or 'none'}"
             )
         keys = {"position_ids": positions[None], "use_cache": False, "attend": attend}
         theirs = self.whole(input_ids=torch.cat([other, second])[None], **keys).logits[0]
@@ -268,17 +270,28 @@ def attend_heads(
     unknown = {key for key, value in others.items() if value is not None} - WITHOUT_EFFECT
     if unknown:
         raise TypeError(f"the argument {min(unknown)} of its attention is not known")
-    if query_1HTE.shape[3] != value_1KTE.shape[3]:
-        raise TypeError("values have another size than keys")
-    if attend is None:
-        attend = module.__dict__["hone_pass"].attend
+    current: _Pass = module.__dict__["hone_pass"]
+    attend = attend or current.attend
     assert attend is not None
     q, k, v = (x[0].transpose(0, 1) for x in (query_1HTE, key_1KTE, value_1KTE))
-    options = AttentionOptions(scaling, sliding_window, softcap, s_aux)
+    scale = q.shape[2] ** -0.5 if scaling is None else scaling
+    q, k, v_TKE = (_fit_heads(x, *current.heads) for x in (q, k, v))
+    options = AttentionOptions(scale, sliding_window, softcap, s_aux)
     heads = Heads(q.shape[1], None, None, 0.0, None, options.without_defaults(q.shape[2]))
-    layer = module.__dict__["hone_pass"].attention_index[module.layer_idx]
-    out_TA = attend(layer, torch.cat([q, k, v], 1), heads)
-    return out_TA.view(1, len(q), q.shape[1], -1), None
+    layer = current.attention_index[module.layer_idx]  # type: ignore[index]
+    out_TA = attend(layer, torch.cat([q, k, v_TKE], 1), heads)
+    return out_TA.view(1, *q.shape)[..., : v.shape[2]], None
+
+
+def _fit_heads(x_TKE: Tensor, count: int, size: int) -> Tensor:
+    """Return key or value heads (or queries) in the number and size that the cache has.
+
+    Heads are repeated, as each serves several queries; zeros at their end change no product.
+    """
+    _, found, own_size = x_TKE.shape
+    if own_size < size:
+        x_TKE = nn.functional.pad(x_TKE, (0, size - own_size))
+    return x_TKE.repeat_interleave(count // found, 1) if found < count else x_TKE
 
 
 def _mix_tokens(

@@ -51,10 +51,10 @@ class Linear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return W x + b and the adapters' part, for T x I, or for B x L x I as transformers has it."""
-        if x.dim() == 3:
-            flat: Tensor = self(x.flatten(0, 1))
-            return flat.unflatten(0, x.shape[:2])
+        """Return W x + b and the adapters' part, for T x I, or for … x I as transformers has it."""
+        if x.dim() > 2:
+            flat: Tensor = self(x.flatten(0, -2))
+            return flat.unflatten(0, x.shape[:-1])
         y = linear(x, self.weight, self.bias)
         added = None if self.delta is None else self.delta(x)
         return y if added is None else y + added

@@ -5,6 +5,7 @@ Imports no torch. Figures of memory and FLOPs are those of a dense model of this
 
 import importlib.util
 import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -22,7 +23,10 @@ FEED_FORWARD_PARTS = ("mlp", "moe", "expert", "feed_forward")  # in names of mod
 
 @dataclass(frozen=True)
 class HFSpec(ModelSpec):
-    """Shape of a model on transformers' modules; `config_text` is its config.json."""
+    """Shape of a model on transformers' modules; `config_text` is its config.json.
+
+    `head_dim` is the largest of all layers, `num_key_value_heads` their least common multiple.
+    """
 
     config_text: str = ""
     window: int | None = None
@@ -121,6 +125,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
             f"{origin}: layers of the kind {unknown[0]} are not supported on transformers' modules; supported: "
             f"{', '.join(known)}"
         )
+    sizes = _read_head_sizes(text, int(heads), int(hidden))
     experts = read("num_local_experts", "num_experts", "n_routed_experts") or 1
     return HFSpec(
         vocab_size=int(text.vocab_size),
@@ -128,8 +133,8 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
         intermediate_size=int(read("moe_intermediate_size", "intermediate_size") or 4 * hidden),
         num_hidden_layers=int(layers),
         num_attention_heads=int(heads),
-        num_key_value_heads=int(read("num_key_value_heads") or heads),
-        head_dim=int(read("head_dim") or hidden // heads),
+        num_key_value_heads=math.lcm(*(count for count, _ in sizes)),
+        head_dim=max(size for _, size in sizes),
         rms_norm_eps=1e-6,
         layers=(),
         tie_word_embeddings=bool(text.tie_word_embeddings),
@@ -157,6 +162,16 @@ def _find_original_length(rope: Any) -> int | None:
     found = [rope, *(part for part in rope.values() if isinstance(part, dict))]
     lengths = [part.get("original_max_position_embeddings") for part in found]
     return max((int(n) for n in lengths if n), default=None)
+
+
+def _read_head_sizes(text: Any, heads: int, hidden: int) -> list[tuple[int, int]]:
+    """Return number and size of the key/value heads of each layer, or of all layers alike."""
+    found = []
+    for layer in getattr(text, "per_layer_config", None) or [text]:
+        names = ("qk_head_dim", "head_dim")
+        size = next((x for name in names if (x := getattr(layer, name, None))), hidden // heads)
+        found.append((int(getattr(layer, "num_key_value_heads", None) or heads), int(size)))
+    return found
 
 
 def _find_longest(length: int, rope: Any) -> int:
