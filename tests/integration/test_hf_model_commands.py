@@ -14,8 +14,9 @@ TINY_MODEL = ROOT / "examples" / "reverse_text_tiny" / "model"
 
 
 WITH_ATTENTION = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text
-granite phi3 gpt_oss""".split()
-CASES = [(kind, "transformers") for kind in WITH_ATTENTION] + [
+granite phi3 gpt_oss gemma4_e""".split()
+HYBRIDS = "qwen3_5_text qwen3_5_moe_text olmo_hybrid lfm2 granitemoehybrid nemotron_h".split()
+CASES = [(kind, "transformers") for kind in WITH_ATTENTION + HYBRIDS] + [
     (kind, "hone") for kind in OWN if kind not in ("qwen3", "llama", "qwen2")
 ]
 COMPUTED = {"hone": "Hone's own implementation", "transformers": "transformers' modules"}
@@ -28,6 +29,8 @@ def make_model(kind, directory):
     own = json.loads((TINY_MODEL / "config.json").read_text())
     tokens = {key: own[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
     shape = SHAPE | FAMILIES[kind] | tokens
+    if "vocab_size_per_layer_input" in shape:
+        shape["vocab_size_per_layer_input"] = own["vocab_size"]
     torch.manual_seed(0)
     config = AutoConfig.for_model(KINDS.get(kind, kind), **shape)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
@@ -76,7 +79,7 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
     model = make_model("gpt_oss", tmp_path / "model")
     done = command("inference", "--model.name", model, "--model.implementation", "hone", ok=False)
     assert "architecture" in done.stderr and "is not supported" in done.stderr
-    config = json.loads((model / "config.json").read_text()) | {"layer_types": ["mamba"] * 4}
+    config = json.loads((model / "config.json").read_text()) | {"layer_types": ["other"] * 4}
     (model / "config.json").write_text(json.dumps(config))
     done = command("inference", "--model.name", model, ok=False)
     assert "layers of the kind" in done.stderr and "supported: full_attention" in done.stderr
