@@ -214,5 +214,5 @@ def _make_config(config: dict[str, Any], origin: str) -> Any:
     try:
         return CONFIG_MAPPING[kind].from_dict(_decode_floats(config))
     except Exception as error:  # each configuration class checks in its own way
-        first = str(error).strip().splitlines()[0]
-        raise ValueError(f"{origin}: transformers refuses it: {first}") from None
+        found = " ".join(str(error).split())
+        raise ValueError(f"{origin}: transformers refuses it: {found}") from None
