@@ -79,7 +79,9 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path):
     model = make_model("gpt_oss", tmp_path / "model")
     done = command("inference", "--model.name", model, "--model.implementation", "hone", ok=False)
     assert "architecture" in done.stderr and "is not supported" in done.stderr
-    config = json.loads((model / "config.json").read_text()) | {"layer_types": ["chunked_attention"] * 4}
+    config = json.loads((model / "config.json").read_text()) | {
+        "layer_types": ["chunked_attention"] * 4
+    }
     (model / "config.json").write_text(json.dumps(config))
     done = command("inference", "--model.name", model, ok=False)
     assert "layers of the kind" in done.stderr and "supported: full_attention" in done.stderr
