@@ -146,6 +146,11 @@ FAMILIES = {
     "qwen2_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48},
     "stablelm": {},  # hands no arguments down to its layers
     "starcoder2": {"sliding_window": 8},
+    "seed_oss": {},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "gpt_neox": {"num_key_value_heads": 4},
+    "minimax_m2": EXPERTS,
     # with heads of other sizes in some layers, or values of another size than keys
     "gemma4_e": GEMMA4 | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True},
     "gemma4_text": GEMMA4
@@ -159,7 +164,12 @@ FAMILIES = {
     | {"layer_types": HYBRID_LAYERS, "num_experts": 4, "num_experts_per_tok": 2}
     | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
     "olmo_hybrid": DELTA | {"layer_types": HYBRID_LAYERS},
+    "qwen3_next": DELTA
+    | {"layer_types": HYBRID_LAYERS, "num_experts": 4, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 1}
+    | {"mamba_d_state": 16, "mamba_chunk_size": 16},
     "granitemoehybrid": MAMBA
     | {"layer_types": HYBRID_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
     | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -294,7 +304,8 @@ def test_prompts_in_chunks_of_any_size_give_the_same_logprobs(case):
             torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-4)
 
 
-HYBRIDS = ["qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "lfm2", "granitemoehybrid"]
+HYBRIDS = """qwen3_5_text qwen3_5_moe_text qwen3_next olmo_hybrid lfm2 granitemoehybrid
+nemotron_h falcon_h1""".split()
 
 
 @pytest.mark.parametrize(

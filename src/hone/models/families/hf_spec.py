@@ -13,8 +13,9 @@ from typing import Any, ClassVar
 from hone.models.spec import ModelSpec
 
 NOT_SHAPE = ("dtype", "torch_dtype", "transformers_version")
-ATTENTION_KINDS = ("full_attention", "sliding_attention")
-MIXER_KINDS = ("linear_attention", "conv", "mamba")
+BOTH = "hybrid"  # attention and a mixer side by side
+ATTENTION_KINDS = ("full_attention", "sliding_attention", BOTH)
+MIXER_KINDS = ("linear_attention", "conv", "mamba", BOTH)
 OTHER_KINDS = ("mlp", "moe")
 # peft refuses adapters of out_proj there: kernels of Mamba read the weight alone.
 WITHOUT_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
@@ -118,7 +119,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
             f"{origin}: it does not say heads, hidden size and layers of a transformer"
         )
     kinds = read("layer_types", "layers_block_type") or [ATTENTION_KINDS[0]] * int(layers)
-    known = (*ATTENTION_KINDS, *MIXER_KINDS, *OTHER_KINDS)
+    known = dict.fromkeys((*ATTENTION_KINDS, *MIXER_KINDS, *OTHER_KINDS))
     unknown = sorted(set(kinds) - set(known))
     if unknown:
         raise ValueError(
