@@ -65,6 +65,13 @@ class KVCache:
 
         self.mixers = MixerStates(spec, self.pool, dtype, device) if spec.mixer_layers else None
 
+    @cached_property
+    def no_rotation(self) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of heads that are not rotated, for all positions, P x E."""
+        P = self.pool.pages * self.pool.size  # no sequence is longer
+        cos_PE = self.store.new_ones(P, self.store.shape[-1])
+        return cos_PE, torch.zeros_like(cos_PE)
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of all pages; on a CPU, pages that were never used take no memory."""
@@ -150,28 +157,9 @@ class DecodeAttention:
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         keys, values = self.cache.store[layer]
         rows = self.rows
-        is_plain = heads.rotation is not None and heads.options is None
-        if is_plain and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
-            assert heads.rotation is not None
-            from hone.kernels.gpu.decode import decode
-
-            scales = (heads.q_scale_E, heads.k_scale_E)
-            tables = (heads.rotation.cos_PE, heads.rotation.sin_PE)
-            where = (rows.active_B, rows.state, rows.table)
-            return decode(
-                qkv_BNE,
-                *scales,
-                *tables,
-                heads.eps,
-                heads.H,
-                keys,
-                values,
-                *where,
-                rows.shared,
-                rows.divided,
-                rows.is_long,
-                self.cache.hidden_size,
-            )
+        is_on_gpu = gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2])
+        if is_on_gpu and heads.options is None:
+            return self._attend_on_gpu(layer, qkv_BNE, heads)
         q, k, v = heads(qkv_BNE)
         options = heads.options
         if options is not None:
@@ -185,5 +173,32 @@ class DecodeAttention:
                 distance_BL[:, None, None],
             )
             return out_BH1E.reshape(len(q), -1)
+        if is_on_gpu:
+            return self._attend_on_gpu(layer, torch.cat([q, k, v], 1), heads.without_changes())
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)
+
+    def _attend_on_gpu(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
+        from hone.kernels.gpu.decode import decode
+
+        keys, values = self.cache.store[layer]
+        rows = self.rows
+        turn = heads.rotation
+        tables = self.cache.no_rotation if turn is None else (turn.cos_PE, turn.sin_PE)
+        return decode(
+            qkv_BNE,
+            heads.q_scale_E,
+            heads.k_scale_E,
+            *tables,
+            heads.eps,
+            heads.H,
+            keys,
+            values,
+            rows.active_B,
+            rows.state,
+            rows.table,
+            rows.shared,
+            rows.divided,
+            rows.is_long,
+            self.cache.hidden_size,
+        )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels import cpu, gpu, row_state
+from hone.kernels import cpu, row_state
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.decode import Shared
@@ -39,11 +39,8 @@ class DecodeRows:
 
 
 def takes_pages(x_THE: Tensor) -> bool:
-    """Return True if a kernel for such heads reads KV pages in place, without gathering them."""
-    E = x_THE.shape[-1]
-    return (gpu.takes(x_THE) and 16 <= E <= 256 and E & (E - 1) == 0) or (
-        cpu.takes(x_THE) and E % 16 == 0
-    )
+    """Return True if `attend_by_pages` supports such heads: it reads KV pages in place, on a CPU."""
+    return cpu.takes(x_THE) and x_THE.shape[-1] % 16 == 0
 
 
 def attend_by_pages(

@@ -41,6 +41,9 @@ if TYPE_CHECKING:
     from hone.kernels.gpu.attention import Tiles
 
 
+FLASH_HEAD_SIZE = 256  # the largest of flash attention
+
+
 class Rotation:
     """Rotary cos and sin tables of a forward pass, for layers with the same rope.
 
@@ -90,6 +93,13 @@ class Rotation:
         return table_PE.index_select(0, self.positions_T).unsqueeze(1)
 
 
+def no_rotation(x_TNE: Tensor) -> Rotation:
+    """Return the rotation of heads that are not rotated; all tokens have position 0."""
+    cos_1E = x_TNE.new_ones(1, x_TNE.shape[2])
+    positions_T = torch.zeros(len(x_TNE), dtype=torch.int64, device=x_TNE.device)
+    return Rotation((cos_1E, torch.zeros_like(cos_1E)), positions_T)
+
+
 @dataclass(frozen=True)
 class AttentionOptions:
     """What the attention of a layer has beside softmax(q k / sqrt(E)) v over all earlier tokens.
@@ -111,6 +121,10 @@ class AttentionOptions:
         is_plain_scale = self.scale is None or math.isclose(self.scale, head_dim**-0.5)
         is_plain = self.window is None and self.cap is None and self.sinks_H is None
         return None if is_plain_scale and is_plain else self
+
+    @property
+    def has_window_alone(self) -> bool:
+        return self.scale is None and self.cap is None and self.sinks_H is None
 
     def reduce_to_plain(
         self, q_THE: Tensor, longest: int
@@ -168,6 +182,10 @@ class Heads:
     rotation: Rotation | None
     options: AttentionOptions | None = None
 
+    def without_changes(self) -> "Heads":
+        """Return the heads of a projection whose q and k are normalized and rotated already."""
+        return Heads(self.H, None, None, self.eps, None)
+
     def __call__(self, qkv_TNE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k and v; q and k are normalized and then rotated."""
         if self.rotation is None:
@@ -196,6 +214,10 @@ class FlatAttention:
         if options is not None:
             q_THE, options = options.reduce_to_plain(q_THE, self.longest)
         if options is not None:
+            if options.has_window_alone and takes_flash(q_THE) and not self.has_prefixes:
+                places = self.sequence_boundaries
+                v_TKE = v_TKE.contiguous()
+                return flash_varlen(q_THE, k_TKE, v_TKE, *places, options.window).flatten(1)
             return self._attend_buckets(q_THE, k_TKE, v_TKE, options)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
@@ -203,7 +225,7 @@ class FlatAttention:
             from hone.kernels.gpu import attention
 
             return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
-        if is_half_on_gpu(q_THE) and not self.has_prefixes:
+        if takes_flash(q_THE) and not self.has_prefixes:
             return flash_varlen(
                 q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries
             ).flatten(1)
@@ -294,16 +316,18 @@ class PackedAttention(FlatAttention):
         return torch.cat([*out_TD, x_TD.new_zeros(rest, x_TD.shape[1])])
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        turn = heads.rotation
         wants_kernel = torch.is_grad_enabled() or self.has_prefixes
-        if (
-            not wants_kernel
-            or heads.options is not None
-            or turn is None
-            or turn.positions_T is None
-            or not gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])
-        ):
+        has_positions = heads.rotation is None or heads.rotation.positions_T is not None
+        if not (wants_kernel and has_positions and gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])):
             return self.attend(*heads(qkv_TNE), heads.options)
+        if heads.options is not None:
+            q_THE, k_TKE, v_TKE = heads(qkv_TNE)
+            q_THE, options = heads.options.reduce_to_plain(q_THE, self.longest)
+            if options is not None:
+                return self.attend(q_THE, k_TKE, v_TKE, options)
+            qkv_TNE, heads = torch.cat([q_THE, k_TKE, v_TKE], 1), heads.without_changes()
+        turn = no_rotation(qkv_TNE) if heads.rotation is None else heads.rotation
+        assert turn.positions_T is not None
         rest = (turn.positions_T, self.sequences, self.tile_plan, heads.eps, heads.H)
         return heads_attention(
             qkv_TNE, heads.q_scale_E, heads.k_scale_E, (turn.cos_PE, turn.sin_PE), *rest
@@ -336,14 +360,24 @@ class ContinuedAttention(FlatAttention):
         """Return attention outputs, T x (H * E), of T new tokens over the S earlier and new tokens."""
         if options is not None:
             q_THE, options = options.reduce_to_plain(q_THE, self.longest)
-        if options is None and is_half_on_gpu(q_THE) and not keeps_order(q_THE):
-            return flash_varlen(q_THE, k_SKE, v_SKE, *self.sequence_boundaries).flatten(1)
+        is_plain = options is None and not keeps_order(q_THE)
+        has_window = options is not None and options.has_window_alone
+        if (is_plain or has_window) and takes_flash(q_THE):
+            window = None if options is None else options.window
+            places = self.sequence_boundaries
+            return flash_varlen(q_THE, k_SKE, v_SKE, *places, window).flatten(1)
         q_SHE = put_rows(q_THE, self.own_T, len(k_SKE))
         return super().attend(q_SHE, k_SKE, v_SKE, options)[self.own_T]
 
 
 def is_half_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in gpu.HALF
+
+
+def takes_flash(q_THE: Tensor) -> bool:
+    """Return True if flash attention supports these heads."""
+    size = q_THE.shape[2]
+    return is_half_on_gpu(q_THE) and size <= FLASH_HEAD_SIZE and size % 8 == 0
 
 
 def keeps_order(q_THE: Tensor) -> bool:
@@ -356,17 +390,26 @@ def keeps_order(q_THE: Tensor) -> bool:
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Tensor, of_k: Tensor, longest_q: int, longest_k: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    of_q: Tensor,
+    of_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    window: int | None = None,
 ) -> Tensor:
     """Run flash attention on the flat layout; the last query of a sequence sees all of its keys.
 
-    `of_q` and `of_k` are cumulative lengths.
+    `of_q` and `of_k` are cumulative lengths. With `window` a token sees so many latest tokens,
+    itself included.
     """
     out: Tensor
+    left = -1 if window is None else window - 1
     if torch.is_grad_enabled():
         from torch.nn.attention.varlen import varlen_attn
 
-        out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(-1, 0))  # type: ignore[assignment]
+        out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(left, 0))  # type: ignore[assignment]
     else:  # what varlen_attn calls, saving 0.2 ms of host time per layer
         out = torch.ops.aten._flash_attention_forward(
             q,
@@ -379,7 +422,7 @@ def flash_varlen(
             0.0,
             False,
             False,
-            window_size_left=-1,
+            window_size_left=left,
             window_size_right=0,
         )[0]
     return out

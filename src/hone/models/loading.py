@@ -98,6 +98,10 @@ def require_order(model: LanguageModel) -> None:
         raise ValueError(
             "model.numerics exact: mixtures of experts have no exact kernels; take fast"
         )
+    if not spec.has_fast_paths:
+        raise ValueError(
+            "model.numerics exact: this model has windows, factors or norms without exact kernels; take fast"
+        )
     if not weight.is_cuda:
         raise ValueError(
             "model.numerics exact is for a GPU; on a CPU, in float32, logprobs of sampler and trainer agree to about "
