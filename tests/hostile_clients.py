@@ -25,6 +25,7 @@ PATHS = [
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/responses",
+    "/inference/v1/generate",
     "/tokenize",
     "/detokenize",
     "/score",

@@ -187,6 +187,56 @@ def ask(server, trained, **fields):
     return answer["choices"][0]
 
 
+def test_token_ids_go_in_and_come_out(server):
+    """As the train client of verifiers 0.4 asks: one call per turn, the same tokens as elsewhere."""
+    root = server.url.removesuffix("/v1")
+    model = http.get(f"{server.url}/models").json()["data"][0]
+    prompt = [5, 6, 7, 8]
+    params = {"temperature": 0.7, "max_tokens": 12, "seed": 3, "top_k": 20}
+    asked = {
+        "model": model["id"],
+        "token_ids": prompt,
+        "sampling_params": params
+        | {"logprobs": 1, "skip_special_tokens": False, "stop_token_ids": [9], "min_p": 0.0}
+        | {"return_token_ids": True, "routed_experts_prompt_start": 3},
+        "cache_salt": "7",
+    }
+    answer = http.post(f"{root}/inference/v1/generate", json=asked).json()
+    (choice,) = answer["choices"]
+    body = {"model": model["id"], "prompt": prompt, "stop_token_ids": [9], "logprobs": 1}
+    body |= params | {"return_token_ids": True, "return_token_logprobs": True}
+    expected = http.post(f"{server.url}/completions", json=body).json()["choices"][0]
+    assert choice["token_ids"] == expected["token_ids"]
+    assert choice["finish_reason"] == expected["finish_reason"]
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{i}" for i in choice["token_ids"]]
+    assert [one["logprob"] for one in content] == expected["logprobs"]["token_logprobs"]
+    # without max_tokens, up to the end of the context
+    free = {"token_ids": prompt, "sampling_params": {"ignore_eos": True}}
+    found = http.post(f"{root}/inference/v1/generate", json=free).json()
+    assert found["usage"]["total_tokens"] == model["max_model_len"]
+    assert found["choices"][0]["logprobs"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_ids": []}, "token_ids"),
+        ({"token_ids": [10**9]}, "the model has no token 1000000000"),
+        ({"sampling_params": {"temperature": -1}}, "temperature"),
+        ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs is not supported"),
+        ({"content_parts": [{"type": "image"}]}, "content_parts: this route takes token ids"),
+        ({"model": "other"}, "model 'other' is not served here"),
+        ({"sampling_params": {"max_tokens": 10**6}}, "maximum context length"),
+    ],
+)
+def test_bad_requests_for_token_ids_are_refused(server, change, words):
+    root = server.url.removesuffix("/v1")
+    answer = http.post(f"{root}/inference/v1/generate", json={"token_ids": [1, 2]} | change)
+    assert answer.status_code in (400, 404)
+    assert words in answer.json()["error"]["message"]
+
+
 def test_stop_strings_end_the_text_across_tokens(server, trained):
     free = ask(server, trained, ignore_eos=True)
     text = free["message"]["content"]

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from hone.inference.openai.generate import GenerateTokensRequest
 from hone.inference.openai.responses import ResponsesRequest
 from hone.inference.openai.schema import ChatRequest, CompletionRequest, TokensRequest
 from hone.inference.served_model import Served
@@ -15,6 +16,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/chat/completions/tokens": TokensRequest,
     "/v1/completions": CompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/inference/v1/generate": GenerateTokensRequest,
 }
 CODES = {
     "400": "The request is refused; the message says why.",

@@ -20,6 +20,7 @@ from hone.inference.connection import HungUp, unless_gone
 from hone.inference.openai import schema
 from hone.inference.openai.answers import Answer, ChatAnswer, TextAnswer, error_body
 from hone.inference.openai.event_stream import check_forms, stream_answer
+from hone.inference.openai.generate import GenerateTokensRequest, build_generate_body
 from hone.inference.openai.responses import ResponsesAnswer, ResponsesRequest
 from hone.inference.openai.schema import (
     ChatRequest,
@@ -80,6 +81,7 @@ def add_openai(app: FastAPI, served: Served) -> None:
         "/v1/chat/completions/tokens": routes.create_chat_completion_of_tokens,
         "/v1/responses": routes.create_response,
         "/v1/completions": routes.create_completion,
+        "/inference/v1/generate": routes.generate_tokens,
     }
     for path, handler in handlers.items():
         app.router.routes.insert(0, Route(path, handler, methods=["POST"]))
@@ -212,6 +214,26 @@ class OpenAIRoutes:
             return Response(status_code=499)  # the client is gone
         except ValueError as error:
             return refuse_request(error)
+
+    async def generate_tokens(self, connection: Request) -> Response:
+        body = await read_body(connection, GenerateTokensRequest)
+        try:
+            request = body.as_completion(self.served.name)
+        except ValidationError as error:
+            raise RequestValidationError(error.errors()) from None
+        self.check_model(request.model)
+        sampler = self.sampler
+        try:
+            requests = await _build_requests(
+                request, [body.token_ids], self.served, request.max_tokens, sampler.max_context
+            )
+            done = await unless_gone(connection, *map(sampler.generate, requests))
+            check_forms(requests)
+        except HungUp:
+            return Response(status_code=499)  # the client is gone
+        except ValueError as error:
+            return refuse_request(error)
+        return JSONResponse(build_generate_body(request, body.token_ids, done))
 
     async def tokenize_prompt(self, body: TokenizeRequest) -> Any:
         self.check_model(body.model)
