@@ -152,9 +152,15 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
     assert "no folder of results" in none.stderr
 
 
+LIBRARY_ENVIRONMENTS = [
+    (version, kind)
+    for kind in ("single", "multi", "tool", "group")
+    for version in ("0.1.14", "0.3.1")
+] + [("0.4.0", "v1_single"), ("0.4.0", "v1_multi"), ("0.4.0", "v1_tool")]
+
+
 @pytest.mark.verifiers
-@pytest.mark.parametrize("version", ["0.1.14", "0.3.1"])
-@pytest.mark.parametrize("kind", ["single", "multi", "tool", "group"])
+@pytest.mark.parametrize(("version", "kind"), LIBRARY_ENVIRONMENTS)
 def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, tmp_path):
     """With the library's own Python, as `hone env install --isolated` makes it: VERIFIERS_0_1_14, VERIFIERS_0_3_1."""
     home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
@@ -199,9 +205,15 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
     for r in rollouts:
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
-        assert (
-            len(said) == len(r["turns"]) == {"single": 1, "multi": 3, "tool": 1, "group": 1}[kind]
-        )
+        assert len(said) == len(r["turns"]) == (3 if kind.endswith("multi") else 1)
+    if kind == "v1_multi":
+        assert all(r["reward"] == r["metrics"]["turns"] == 3.0 for r in rollouts)
+    if kind == "v1_tool":
+        for r in rollouts:
+            assert r["metrics"]["knows_tools"] == 0.25
+            assert r["reward"] == 0.25 + r["metrics"]["has_answered"]
+    if kind == "v1_single":
+        assert {r["metrics"]["share_right"] == r["reward"] for r in rollouts} == {True}
     if kind == "group":
         for start in (0, 4):
             group = rollouts[start : start + 4]
@@ -218,15 +230,10 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
 @pytest.mark.main_path
 def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
-    script = (
-        Path(__file__).parents[2]
-        / "src"
-        / "hone"
-        / "environments"
-        / "protocols"
-        / "verifiers_worker.py"
-    )
-    assert "import hone" not in script.read_text() and "from hone" not in script.read_text()
+    place = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols"
+    script = place / "verifiers_worker.py"
+    for file in (script, place / "verifiers_v1_worker.py", place / "worker_loop.py"):
+        assert "import hone" not in file.read_text() and "from hone" not in file.read_text()
     done = subprocess.run(
         ["python3", "-I", "-S", script, "x", "examples"], capture_output=True, text=True
     )

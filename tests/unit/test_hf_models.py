@@ -169,7 +169,8 @@ FAMILIES = {
     | {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128, "mamba_n_groups": 1}
-    | {"mamba_d_state": 16, "mamba_chunk_size": 16},
+    | {"mamba_d_state": 16, "mamba_chunk_size": 16, "lm_head_multiplier": 0.25}
+    | {"embedding_multiplier": 3.0, "key_multiplier": 0.5, "ssm_out_multiplier": 0.7},
     "granitemoehybrid": MAMBA
     | {"layer_types": HYBRID_LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
     | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
@@ -272,6 +273,32 @@ def test_shared_prompts_are_those_of_whole_sequences(case):
             torch.testing.assert_close(part, whole[len(prompt) :], rtol=1e-4, atol=1e-4)
 
 
+def test_gradients_of_shared_prompts_are_those_of_whole_sequences(case):
+    """Also of a completion of one token, which some modules compute in place."""
+    _, _, ours = case
+    prompt, first, second = sequences()
+    second = second[:1]
+    lengths = [len(x) for x in (prompt, first, second)]
+    weight = torch.randn(sum(lengths), V, generator=torch.Generator().manual_seed(2))
+    of_prompt, of_first, of_second = weight.split(lengths)
+    gradients = []
+    for is_shared in (True, False):
+        ours.zero_grad()
+        if is_shared:
+            attention = PackedAttention([len(prompt)], completions=[lengths[1:]])
+            tokens = torch.cat([prompt, first, second])
+            logits = ours.compute_logits(ours(tokens, attention.token_positions(), attention))
+            (logits * weight).sum().backward()
+        else:
+            whole = run_packed(ours, [torch.cat([prompt, first]), torch.cat([prompt, second])])
+            (whole[0] * torch.cat([of_prompt, of_first])).sum().backward(retain_graph=True)
+            (whole[1][len(prompt) :] * of_second).sum().backward()
+        gradients.append([p.grad for p in ours.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        if other is not None:
+            assert (one - other).norm() <= 1e-3 * other.norm() + 1e-5
+
+
 def test_greedy_tokens_and_logprobs_are_those_of_transformers(case):
     _, theirs, ours = case
     engine = Engine(ours, max_batch_size=4, max_model_len=64, kv_cache_gib=0.1, prefill_tokens=16)
@@ -316,6 +343,7 @@ def test_states_of_mixers_follow_siblings_prefixes_and_reused_slots(case, spare,
     """More groups than slots, prompts that begin with cached pages, states that were evicted."""
     monkeypatch.setattr(mixer_states, "SPARE_STATES", spare)
     _, _, ours = case
+    assert ours.state_bytes > 0
     generator = torch.Generator().manual_seed(6)
     first, second = (torch.randint(3, V, (n,), generator=generator).tolist() for n in (37, 21))
     engine = Engine(ours, max_batch_size=4, max_model_len=96, kv_cache_gib=0.1, prefill_tokens=32)
@@ -329,6 +357,9 @@ def test_states_of_mixers_follow_siblings_prefixes_and_reused_slots(case, spare,
             expected = score_sequence(ours, ids + completion.ids)[-len(completion.ids) :]
             found = torch.tensor(completion.logprobs)
             torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=2e-4)
+    short = [GenerateRequest([5 + i, 7], Sampling(1.0, 1, seed=i), frozenset()) for i in range(120)]
+    engine.generate(short)
+    assert len(engine.cache.mixers.states) <= 8 + spare
 
 
 def test_bfloat16_drifts_no_more_than_transformers(case):

@@ -183,6 +183,15 @@ def test_random_init_needs_no_weights_and_follows_the_seed(tmp_path):
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope type 'dynamic'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "key 'factor' is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "rope_parameters and rope_scaling",
+        ),
+        ({"architectures": ["Ministral3ForCausalLM"], "rope_parameters": None}, "rope_parameters"),
+        (
+            {"architectures": ["Olmo3ForCausalLM"], "rope_parameters": {"rope_theta": 5e3}},
+            "rope_parameters without full_attention",
+        ),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; supported: 'silu'"),
         (
             {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2},
@@ -194,7 +203,7 @@ def test_random_init_needs_no_weights_and_follows_the_seed(tmp_path):
         ),
         (
             {"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}
-            | {"hidden_act": "gelu_pytorch_tanh"},
+            | {"hidden_act": "gelu_pytorch_tanh", "rope_parameters": None},
             "use_bidirectional_attention is not supported",
         ),
         (

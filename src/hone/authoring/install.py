@@ -7,7 +7,11 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hone.environments.protocols.verifiers_v0 import VERSION_RANGE, isolated_place
+from hone.environments.protocols.verifiers_v0 import (
+    V0_REQUIREMENTS,
+    V1_REQUIREMENTS,
+    isolated_place,
+)
 
 
 def install_environment(env: str, place: Path, isolated: bool, extra: list[str]) -> int:
@@ -18,6 +22,9 @@ def install_environment(env: str, place: Path, isolated: bool, extra: list[str])
         place: folder that is searched for the id before the package index.
         isolated: install into a separate virtual environment, together with verifiers.
         extra: further requirements, such as verifiers==0.1.14.
+
+    An environment of verifiers' v1 API gets verifiers 0.4, others an older one; which API a package
+    of the index uses is seen by what can be installed with it.
 
     Raises:
         ValueError: `env` is neither such a folder nor a valid package name.
@@ -53,15 +60,23 @@ def install_environment(env: str, place: Path, isolated: bool, extra: list[str])
         )
         if subprocess.run(words, check=False).returncode:
             return 1
-    bounded = (
-        [] if any(word.startswith("verifiers") for word in extra) else [f"verifiers{VERSION_RANGE}"]
-    )
-    code = subprocess.run(
-        [*_installer_words(str(python)), *what, *bounded, *extra], check=False
-    ).returncode
+    has_version = any(word.startswith("verifiers") for word in extra)
+    for bounded in [[]] if has_version else _list_requirements(folder):
+        words = [*_installer_words(str(python)), *what, *bounded, *extra]
+        code = subprocess.run(words, check=False).returncode
+        if code == 0:
+            break
     if code == 0:
         print(f"{name} has a virtual environment of its own: {home}")
     return code
+
+
+def _list_requirements(folder: Path | None) -> list[list[str]]:
+    """Return the library's requirements to try, in order: of v0 environments, of v1."""
+    if folder is None:
+        return [V0_REQUIREMENTS, V1_REQUIREMENTS]
+    is_v1 = any("verifiers.v1" in file.read_text() for file in folder.rglob("*.py"))
+    return [V1_REQUIREMENTS if is_v1 else V0_REQUIREMENTS]
 
 
 def find_uv() -> str | None:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.engine.mixer_states import DecodeMixing, MixerStates
+from hone.engine.mixer_states import DecodeMixing, MixerStates, kept_states
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.kernels import gpu, row_state
@@ -37,9 +37,14 @@ PAGE = {"cuda": 64, "cpu": 16}
 
 class KVCache:
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, tokens: int
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int,
+        sequences: int = 1,
     ) -> None:
-        """Allocate pages for `tokens` tokens."""
+        """Allocate pages for `tokens` tokens of at most `sequences` sequences at once."""
         size = PAGE.get(device.type, 16)
         self.hidden_size = spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
@@ -63,14 +68,18 @@ class KVCache:
             else None
         )
 
-        self.mixers = MixerStates(spec, self.pool, dtype, device) if spec.mixer_layers else None
+        self.mixers: MixerStates | None = None
+        if spec.mixer_layers:
+            kept = kept_states(sequences)
+            self.mixers = MixerStates(spec, self.pool, dtype, device, kept)
+        self._no_rotation: tuple[Tensor, Tensor] | None = None
 
-    @cached_property
-    def no_rotation(self) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of heads that are not rotated, for all positions, P x E."""
-        P = self.pool.pages * self.pool.size  # no sequence is longer
-        cos_PE = self.store.new_ones(P, self.store.shape[-1])
-        return cos_PE, torch.zeros_like(cos_PE)
+    def no_rotation(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of heads that are not rotated, `positions` x E."""
+        if self._no_rotation is None or len(self._no_rotation[0]) < positions:
+            cos_PE = self.store.new_ones(positions, self.store.shape[-1])
+            self._no_rotation = (cos_PE, torch.zeros_like(cos_PE))
+        return self._no_rotation
 
     @property
     def nbytes(self) -> int:
@@ -184,7 +193,10 @@ class DecodeAttention:
         keys, values = self.cache.store[layer]
         rows = self.rows
         turn = heads.rotation
-        tables = self.cache.no_rotation if turn is None else (turn.cos_PE, turn.sin_PE)
+        if turn is None:
+            tables = self.cache.no_rotation(rows.table.shape[1] * self.cache.pool.size)
+        else:
+            tables = (turn.cos_PE, turn.sin_PE)
         return decode(
             qkv_BNE,
             heads.q_scale_E,

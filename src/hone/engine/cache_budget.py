@@ -8,6 +8,7 @@ import torch
 from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
+from hone.engine.mixer_states import kept_states
 from hone.models.device_memory import free_and_total_bytes
 from hone.models.language_model import LanguageModel
 
@@ -46,6 +47,10 @@ def plan_cache(
             most,
         )
         return Room(max_batch_size=batch, kv_cache_gib=gib)
+    if model.spec.mixer_layers:
+        batch = config.max_batch_size or DEFAULT_BATCH_SIZE
+        config = config.model_copy(update={"max_batch_size": batch})
+        reserved += model.state_bytes * kept_states(batch)
     torch.cuda.empty_cache()  # the cache is one allocation, which fits none of the freed blocks
     free, total = free_and_total_bytes(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize

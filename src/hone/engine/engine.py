@@ -117,7 +117,9 @@ class Engine:
         self.max_model_len, allowed = _find_limits(model, max_model_len, kv_cache_gib)
         # The cache holds what is allowed, but no more than all slots can fill.
         tokens = min(allowed, max_batch_size * self.max_model_len)
-        self.cache = KVCache(model.spec, model.embed.weight.dtype, self.device, tokens)
+        self.cache = KVCache(
+            model.spec, model.embed.weight.dtype, self.device, tokens, max_batch_size
+        )
         self.pool = self.cache.pool
         self.slots = Slots(
             max_batch_size,

@@ -1,4 +1,4 @@
-"""States of mixers (`models/mixers.py`) in the engine: found by the cache cell of the last token.
+"""Cache of mixer states (`models/mixers.py`), keyed by the cache cell of a sequence's last token.
 
 The inputs of every mixer are kept per token, in pages like keys and values. They are what prefixes
 share, copy and reuse; a state is derived from them. The states after the newest tokens are kept too,
@@ -20,17 +20,25 @@ from hone.models.adapters import Adapters
 from hone.models.mixers import Mixer, MixerState
 from hone.models.spec import ModelSpec
 
-SPARE_STATES = 64  # states kept beside two for each sequence that decodes
+SPARE_STATES = 64  # states kept beside two for each sequence that may decode
 Cells = NDArray[np.int64]
+
+
+def kept_states(sequences: int) -> int:
+    """Return how many states a cache keeps for so many sequences that decode at once."""
+    return 2 * sequences + SPARE_STATES
 
 
 class MixerStates:
     """Inputs of the mixers by cell, and the states after some of these cells."""
 
     def __init__(
-        self, spec: ModelSpec, pool: PagePool, dtype: torch.dtype, device: torch.device
+        self, spec: ModelSpec, pool: PagePool, dtype: torch.dtype, device: torch.device, kept: int
     ) -> None:
+        """Keep the states of at most `kept` cells."""
         self.pool = pool
+        self.kept = kept
+        self.layers = spec.mixer_layers
         shape = (spec.mixer_layers, pool.pages * pool.size, spec.hidden_size)
         self.inputs = untouched_zeros(shape, dtype, device)
         # By cell and mixer: a state of several sequences, and the row in it.
@@ -41,34 +49,36 @@ class MixerStates:
         """Give the cells of pages `target` the states of those of `source`."""
         size = self.pool.size
         for here, there in zip(source, target, strict=True):
+            if here == there:
+                continue
             for offset in range(size if tokens is None else tokens):
                 self.states.pop(there * size + offset, None)
                 found = self.states.get(here * size + offset)
                 if found is not None:
                     self.states[there * size + offset] = dict(found)
-        self.latest.clear()
 
     def write_inputs(self, layer: int, cells: list[int], x_TD: Tensor) -> None:
-        """Store the inputs of tokens; states after what the cells held before are forgotten."""
+        """Store the inputs of tokens and drop the states of their cells."""
         at = torch.tensor(cells, device=self.inputs.device)
         self.inputs[layer].index_copy_(0, at, x_TD)
         if layer == 0:
             for cell in cells:
                 self.states.pop(cell, None)
 
-    def find_state(self, layer: int, cells: Cells, mixer: Mixer) -> MixerState | None:
-        """Return the state after the tokens in these cells, a sequence's first; None: no tokens."""
-        if not len(cells):
+    def find_kept(self, layer: int, cell: int) -> MixerState | None:
+        """Return the state after the token in this cell, if it is kept."""
+        found = self.states.get(cell, {}).get(layer)
+        if found is None:
             return None
-        last = int(cells[-1])
-        kept = self.states.get(last, {}).get(layer)
-        if kept is not None:
-            self.states.move_to_end(last)
-            state, row = kept
-            return state.row(row)
+        self.states.move_to_end(cell)
+        state, row = found
+        return state.row(row)
+
+    def compute_state(self, layer: int, cells: Cells, mixer: Mixer) -> MixerState:
+        """Compute the state after a sequence's first tokens, stored in `cells`, from their inputs."""
         at = torch.from_numpy(cells).to(self.inputs.device)
         _, state = mixer(self.inputs[layer, at][None], None)
-        self.keep_states(layer, [last], state)
+        self.keep_states(layer, [int(cells[-1])], state)
         return state
 
     def keep_states(self, layer: int, cells: list[int], state: MixerState) -> None:
@@ -76,8 +86,9 @@ class MixerStates:
         for row, cell in enumerate(cells):
             self.states.setdefault(cell, {})[layer] = (state, row)
 
-    def evict_states(self, kept: int) -> None:
-        while len(self.states) > max(0, kept):
+    def evict_states(self, layer: int) -> None:
+        """Drop the least recently used states after a pass's last mixer."""
+        while layer == self.layers - 1 and len(self.states) > self.kept:
             self.states.popitem(last=False)
 
 
@@ -112,10 +123,16 @@ class PrefillMixing:
         parts = x_TD.split(self.lengths)
         for part, cells, number in zip(parts, self.cells, self.numbers, strict=True):
             adapted = _with_adapter(mixer, self.adapters, number)
-            before = self.states.find_state(layer, cells[: len(cells) - len(part)], adapted)
+            earlier = cells[: len(cells) - len(part)]
+            before = None
+            if len(earlier):
+                before = self.states.find_kept(layer, int(earlier[-1]))
+                if before is None:
+                    before = self.states.compute_state(layer, earlier, adapted)
             y_1LD, after = adapted(part[None], before)
             self.states.keep_states(layer, [int(cells[-1])], after)
             outputs.append(y_1LD[0])
+        self.states.evict_states(layer)
         return torch.cat(outputs)
 
 
@@ -144,8 +161,7 @@ class DecodeMixing:
         y_B1D, after = mixer(x_BD[:, None], before)
         states.keep_states(layer, self.newest, after)
         states.latest[layer] = (self.newest, after)
-        if layer == 0:
-            states.evict_states(2 * len(x_BD) + SPARE_STATES)
+        states.evict_states(layer)
         return y_B1D[:, 0]
 
     def _find_before(self, layer: int, mixer: Mixer) -> MixerState:
@@ -153,18 +169,28 @@ class DecodeMixing:
         if latest is not None and cells == self.before and self._are_kept(layer, latest):
             return latest
         found = []
-        for row, (length, number) in enumerate(zip(self.lengths, self.numbers, strict=True)):
-            cells_L = np.array([self._cell(row, i) for i in range(length)])
-            adapted = _with_adapter(mixer, self.adapters, number)
-            state = self.states.find_state(layer, cells_L, adapted)
-            assert state is not None, "a sequence begins with a token of its prompt"
+        for row, cell in enumerate(self.before):
+            state = self.states.find_kept(layer, cell)
+            if state is None:
+                adapted = _with_adapter(mixer, self.adapters, self.numbers[row])
+                state = self.states.compute_state(layer, self._cells_before(row), adapted)
             found.append(state)
         return MixerState.stack(found)
 
+    def _cells_before(self, row: int) -> Cells:
+        """Return the cells of a sequence's tokens before the new one."""
+        size = self.states.pool.size
+        cells = self.pages[row][:, None] * size + np.arange(size)
+        earlier: Cells = cells.reshape(-1)[: self.lengths[row]]
+        return earlier
+
     def _are_kept(self, layer: int, latest: MixerState) -> bool:
         """Return True if the last step's states are still those of their cells."""
-        kept = (self.states.states.get(cell, {}).get(layer) for cell in self.before)
-        return all(one is not None and one[0] is latest for one in kept)
+        states = self.states.states
+        kept = (states.get(cell, {}).get(layer) for cell in self.before)
+        return all(
+            one is not None and one[0] is latest and one[1] == row for row, one in enumerate(kept)
+        )
 
 
 def _with_adapter(mixer: Mixer, adapters: Adapters, number: int) -> Mixer:

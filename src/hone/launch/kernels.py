@@ -57,6 +57,7 @@ def call_each() -> None:
         "intermediate_size": 2 * E,
         "num_hidden_layers": 1,
         "num_attention_heads": 1,
+        "num_key_value_heads": 1,
         "head_dim": E,
         "max_position_embeddings": 64,
         "initializer_range": 0.1,

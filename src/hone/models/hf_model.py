@@ -10,6 +10,7 @@ KV cache work as for Hone's own models. Linears of the layers become Hone's, for
 
 from collections.abc import Iterator
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -103,17 +104,21 @@ class HFModel(LanguageModel):
             )
         for layer in self.blocks:
             _replace_linears(layer)
-        for i, module in enumerate(mixers):
-            module.forward = partial(_mix_tokens, self.current, i, make_mixer(module))
+        self.mixers = [make_mixer(module) for module in mixers]
+        for i, (module, mixer) in enumerate(zip(mixers, self.mixers, strict=True)):
+            module.forward = partial(_mix_tokens, self.current, i, mixer)
         self.embed = whole.get_input_embeddings()
         head = whole.get_output_embeddings()
         if getattr(head, "bias", None) is not None:
             raise ValueError(f"{kind} is not supported: its head has a bias")
         self.head = None if spec.tie_word_embeddings else head
         self.whole = whole
-        # Granite divides its logits, Cohere multiplies them; here the hidden states, with the same result.
+        # Granite divides its logits, Cohere and Falcon-H1 multiply them; here the hidden states, with the same result.
         divisor = getattr(decoder.config, "logits_scaling", None) or 1.0
-        self.logit_factor = float(getattr(decoder.config, "logit_scale", None) or 1.0) / divisor
+        factors = (
+            getattr(decoder.config, name, None) for name in ("logit_scale", "lm_head_multiplier")
+        )
+        self.logit_factor = prod(float(factor or 1.0) for factor in factors) / divisor
         for module in decoder.modules():
             module.__dict__["hone_pass"] = self.current
         # Renamed in transformers 5.23.
@@ -214,6 +219,12 @@ class HFModel(LanguageModel):
             raise ValueError(
                 f"{kind} is not supported on transformers' modules: its logits are not products with its head's weight"
             )
+
+    @property
+    @torch.no_grad()
+    def state_bytes(self) -> int:
+        token_11D = self.embed.weight.new_zeros(1, 1, self.spec.hidden_size)
+        return sum(mixer(token_11D, None)[1].nbytes for mixer in self.mixers)
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:

@@ -109,6 +109,11 @@ class LanguageModel(nn.Module):
         return False
 
     @property
+    def state_bytes(self) -> int:
+        """Return the bytes of a sequence's state, in models with other mixers than attention."""
+        return 0
+
+    @property
     def expert_layers(self) -> list[Any]:
         """Return the mixture of experts of each block, for models with replayed routing."""
         return []

@@ -28,6 +28,10 @@ class MixerState:
     convolution: dict[int, Tensor] = field(default_factory=dict)
     recurrent: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for x in (*self.convolution.values(), *self.recurrent.values()))
+
     def row(self, index: int) -> "MixerState":
         """Return the state of one sequence."""
         parts = (self.convolution, self.recurrent)
@@ -112,8 +116,12 @@ def make_mixer(module: nn.Module) -> Mixer:
         )
 
     def mix(x_BLD: Tensor, before: MixerState | None) -> tuple[Tensor, MixerState]:
+        if before is not None and x_BLD.shape[1] == 1 and torch.is_grad_enabled():
+            # Modules compute a single token in place, without gradients.
+            y_BLD, after = mix(nn.functional.pad(x_BLD, (0, 0, 0, 1)), before)
+            return y_BLD[:, :1], after  # no sequence continues from it
         cache = StateCache(before)
-        y_BLD: Tensor = forward(hidden_states=x_BLD, **{name: cache})
+        y_BLD = forward(hidden_states=x_BLD, **{name: cache})
         return y_BLD, cache.state
 
     return mix

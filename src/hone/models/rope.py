@@ -101,8 +101,8 @@ class YarnRope:
 class ShortRope:
     """LongRoPE (Ding et al. 2024) within the original length: a divisor for each frequency.
 
-    Longer sequences have other divisors, also for their first tokens; they are refused, since keys
-    of a sequence that grows past that length would change.
+    Longer sequences need other divisors for all tokens, so the parser limits the context to the
+    original length.
     """
 
     divisors: tuple[float, ...]
@@ -143,7 +143,8 @@ def parse_rope(keys: dict[str, Any], config: dict[str, Any], head_dim: int, orig
 
     Args:
         keys: what config.json says of these layers, may be empty.
-        config: whole config.json; `rope_theta` and `partial_rotary_factor` may stand there.
+        config: whole config.json; `rope_theta`, `partial_rotary_factor` and the original length may
+            stand there.
 
     Raises:
         NotImplementedHere: an unsupported kind of scaling.
@@ -170,25 +171,22 @@ def _parse_scaling(keys: dict[str, Any], config: dict[str, Any], origin: str) ->
             factor=float(keys["factor"]),
             low_freq_factor=float(keys["low_freq_factor"]),
             high_freq_factor=float(keys["high_freq_factor"]),
-            original_length=int(keys["original_max_position_embeddings"]),
+            original_length=int(keys.get("original_max_position_embeddings") or 0)
+            or int(config["max_position_embeddings"]),
         )
-    length = keys.get("original_max_position_embeddings") or config.get(
-        "original_max_position_embeddings"
-    )
     longest = int(config.get("max_position_embeddings") or 0)
+    original = int(keys.get("original_max_position_embeddings") or longest)
     if kind == "yarn":
-        original = int(length or longest)
         factor = float(keys["factor"])
         return YarnRope(
             factor=factor,
             beta_fast=float(keys.get("beta_fast") or 32.0),
             beta_slow=float(keys.get("beta_slow") or 1.0),
             original_length=original,
-            amplitude=_yarn_amplitude(keys, factor),
+            amplitude=_compute_yarn_amplitude(keys, factor),
             truncate=bool(keys.get("truncate", True)),
         )
     if kind == "longrope":
-        original = int(length or longest)
         given = keys.get("attention_factor")
         factor = float(keys.get("factor") or longest / original)
         grown = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
@@ -202,7 +200,7 @@ def _parse_scaling(keys: dict[str, Any], config: dict[str, Any], origin: str) ->
     )
 
 
-def _yarn_amplitude(keys: dict[str, Any], factor: float) -> float:
+def _compute_yarn_amplitude(keys: dict[str, Any], factor: float) -> float:
     """Return the factor of cos and sin in YaRN, as transformers derives it."""
     if keys.get("attention_factor") is not None:
         return float(keys["attention_factor"])

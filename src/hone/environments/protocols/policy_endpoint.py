@@ -46,6 +46,7 @@ class RolloutAccess:
     """URL, model client and recorded turns of one rollout that uses the endpoint.
 
     Attributes:
+        sessions: by turn, the session that the request named, which is an agent's of verifiers 0.4.
         is_full: True if a request left no space for an answer within the context length.
     """
 
@@ -53,9 +54,15 @@ class RolloutAccess:
     client: ModelClient
     sampling: Sampling
     turns: list[Turn] = field(default_factory=list)
+    sessions: list[str] = field(default_factory=list)
     is_full: bool = False
     seconds: float = 0.0
     model_seconds: float = 0.0
+
+    def turns_of(self, session: str | None) -> list[Turn]:
+        """Return the turns of a session; None: all turns."""
+        named = zip(self.turns, self.sessions, strict=True)
+        return [turn for turn, own in named if session is None or own == session]
 
 
 class _Server(uvicorn.Server):
@@ -164,6 +171,7 @@ class PolicyEndpoint:
         finally:
             access.model_seconds += time.perf_counter() - start
         access.turns.append(turn)
+        access.sessions.append(request.headers.get("x-session-id", ""))
         answer = _encode_completion(turn)
         return _stream_answer(answer) if body.get("stream") else JSONResponse(answer)
 

@@ -24,7 +24,9 @@ from hone.environments.protocols.worker_process import WorkerEnvironment, Worker
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
 
-VERSION_RANGE = ">=0.1.9,<0.4"
+# Requirements of environments, by the API that they use; v1 starts its harnesses with uv.
+V0_REQUIREMENTS = ["verifiers>=0.1.9,<0.4"]
+V1_REQUIREMENTS = ["verifiers>=0.4,<0.5", "uv"]
 SCRIPT = Path(__file__).with_name("verifiers_worker.py")
 LOAD_SECONDS = 300.0  # seconds to import the library and load the data
 
@@ -159,7 +161,8 @@ class VerifiersEnv(WorkerEnvironment):
             done = await worker.send_request("rollout", message)
         if access.is_full and not access.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
-        rollout = Rollout(example, access.turns, done["messages"], stop=done["stop"])
+        turns = access.turns_of(done.get("session"))
+        rollout = Rollout(example, turns, done["messages"], stop=done["stop"])
         rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
         rollout.metrics = {
             name: float(value) for name, value in done["metrics"].items() if value is not None

@@ -1,4 +1,6 @@
-"""Worker for environments of verifiers' v0 API; it runs without Hone installed.
+"""Worker for environments of the verifiers library; it runs without Hone installed.
+
+It runs those of the v0 API; for verifiers 0.4, which has v1 alone, verifiers_v1_worker.py does.
 
     verifiers_worker.py NAME examples      writes the examples and exits
     verifiers_worker.py NAME               serves the protocol of `worker_process.py`
@@ -19,7 +21,8 @@ sys.path = [path for path in sys.path if path != HERE] + [HERE]
 from worker_loop import WorkerLoop  # noqa: E402
 
 LOWEST = (0, 1, 9)
-BELOW = (0, 4)
+WITHOUT_V0 = (0, 4)
+BELOW = (0, 5)
 MAX_KEPT_STATES = 16384  # states kept for incomplete groups
 
 
@@ -32,22 +35,16 @@ def read_version():
         int("".join(c for c in part if c.isdigit()) or 0) for part in found.split(".")[:3]
     )
     if not LOWEST <= parts < BELOW:
-        why = (
-            "its v0 environments were removed in 0.4"
-            if parts >= BELOW
-            else "its environments were run differently"
-        )
-        raise SystemExit(f"verifiers {found} is not supported ({why}); accepted: >=0.1.9,<0.4")
+        raise SystemExit(f"verifiers {found} is not supported; accepted: >=0.1.9,<0.5")
     return parts
 
 
-def load_environment(name, arguments):
+def load_environment(name, arguments, found):
     import verifiers
 
-    found = read_version()
     environment = verifiers.load_environment(name, **arguments)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # loading one installs its own handler
-    return environment, found
+    return environment
 
 
 def has_groups(environment, found):
@@ -175,7 +172,13 @@ def main():
     is_serving = sys.argv[2:] != ["examples"]
     if is_serving:
         loop.start_reading()
-    environment, found = load_environment(sys.argv[1], loop.arguments)
+    found = read_version()
+    if found >= WITHOUT_V0:
+        import verifiers_v1_worker
+
+        verifiers_v1_worker.serve(loop, sys.argv[1], is_serving)
+        return
+    environment = load_environment(sys.argv[1], loop.arguments, found)
     if not is_serving:
         loop.send_message(list_examples(environment, found))
         os._exit(0)

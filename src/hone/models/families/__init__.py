@@ -11,7 +11,7 @@ from hone.config.sections import Implementation
 from hone.models.families import dense
 from hone.models.families.hf_spec import is_installed, parse_hf_config
 from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
-from hone.models.rope import NotImplementedHere
+from hone.models.rope import NotImplementedHere, ShortRope
 from hone.models.spec import ModelSpec
 
 Config = dict[str, Any]
@@ -22,9 +22,9 @@ class Family:
     """How the config.json of an architecture is read.
 
     Attributes:
-        parse: returns the fields that replace those of `parse_common_fields`.
+        parse: returns the fields that replace those of `_parse_common_fields`.
         spec: class of the shape.
-        defaults: values of keys that a config.json may leave out.
+        defaults: values of keys that a config.json may leave out, as in transformers' class.
         activation: supported value of `hidden_act` or `hidden_activation`.
         rotates_part: True if heads may be rotated in part.
     """
@@ -37,24 +37,44 @@ class Family:
 
 
 GELU = "gelu_pytorch_tanh"
+SHORT_CONTEXT = {"max_position_embeddings": 2048}
+OLMO_DEFAULTS = SHORT_CONTEXT | {"rms_norm_eps": 1e-5}
+MISTRAL_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+MINISTRAL3_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 262144,
+}
+PHI3_DEFAULTS = {
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 4096,
+    dense.ORIGINAL_LENGTH: 4096,
+}
 FAMILIES = {
-    "Qwen3ForCausalLM": Family(dense.parse_qwen3),
-    "Qwen2ForCausalLM": Family(dense.parse_qwen2),
-    "LlamaForCausalLM": Family(dense.parse_llama),
-    "Qwen3MoeForCausalLM": Family(parse_qwen3_moe, Qwen3Moe),
+    "Qwen3ForCausalLM": Family(
+        dense.parse_qwen3, defaults={"head_dim": 128, "num_key_value_heads": 32}
+    ),
+    "Qwen2ForCausalLM": Family(dense.parse_qwen2, defaults={"num_key_value_heads": 32}),
+    "LlamaForCausalLM": Family(dense.parse_llama, defaults=SHORT_CONTEXT),
+    "Qwen3MoeForCausalLM": Family(parse_qwen3_moe, Qwen3Moe, defaults={"num_key_value_heads": 4}),
     "Gemma2ForCausalLM": Family(
         dense.parse_gemma2, defaults=dense.GEMMA2_DEFAULTS, activation=GELU
     ),
     "Gemma3ForCausalLM": Family(
         dense.parse_gemma3, defaults=dense.GEMMA3_DEFAULTS, activation=GELU
     ),
-    "GraniteForCausalLM": Family(dense.parse_granite),
-    "Ministral3ForCausalLM": Family(dense.parse_mistral),
-    "MistralForCausalLM": Family(dense.parse_mistral),
-    "Olmo2ForCausalLM": Family(dense.parse_olmo2, defaults={"rms_norm_eps": 1e-5}),
-    "Olmo3ForCausalLM": Family(dense.parse_olmo3, defaults={"rms_norm_eps": 1e-5}),
-    "Phi3ForCausalLM": Family(dense.parse_phi3, defaults={"rms_norm_eps": 1e-5}, rotates_part=True),
-    "SmolLM3ForCausalLM": Family(dense.parse_smollm3),
+    "GraniteForCausalLM": Family(dense.parse_granite, defaults=SHORT_CONTEXT),
+    "Ministral3ForCausalLM": Family(dense.parse_ministral3, defaults=MINISTRAL3_DEFAULTS),
+    "MistralForCausalLM": Family(dense.parse_mistral, defaults=MISTRAL_DEFAULTS),
+    "Olmo2ForCausalLM": Family(dense.parse_olmo2, defaults=OLMO_DEFAULTS),
+    "Olmo3ForCausalLM": Family(dense.parse_olmo3, defaults=OLMO_DEFAULTS),
+    "Phi3ForCausalLM": Family(dense.parse_phi3, defaults=PHI3_DEFAULTS, rotates_part=True),
+    "SmolLM3ForCausalLM": Family(dense.parse_smollm3, defaults={"num_key_value_heads": 4}),
 }
 # Models with other parts whose text part is a model of the table, by its model_type.
 WITH_TEXT_PART = {
@@ -68,7 +88,7 @@ TEXT_PARTS = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
 }
-ELSEWHERE = (
+ALTERNATIVES_HINT = (
     "; transformers, if it is installed (the extra transformers), computes others, and vLLM samples from them "
     "(--backend vllm)"
 )
@@ -81,8 +101,9 @@ def _find_text_part(config: Config) -> tuple[str, Config]:
         return architecture, config
     text = config["text_config"]
     own = TEXT_PARTS.get(str(text.get("model_type")), architecture)
-    tied = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
-    return own, {**text, **tied}
+    if "tie_word_embeddings" in config:
+        text = {**text, "tie_word_embeddings": config["tie_word_embeddings"]}
+    return own, text
 
 
 def is_known(config: Config) -> bool:
@@ -119,23 +140,33 @@ def _parse_own(config: Config, origin: str) -> ModelSpec:
     if family is None:
         supported = ", ".join([*FAMILIES, *sorted(WITH_TEXT_PART)])
         raise NotImplementedHere(
-            f"{origin}: architecture {architecture} is not supported; supported: {supported}{ELSEWHERE}"
+            f"{origin}: architecture {architecture} is not supported; supported: {supported}{ALTERNATIVES_HINT}"
         )
     has_other_parts = text is not config
     text = family.defaults | text
+    ropes = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
+    if len(ropes) > 1 and ropes[0] != ropes[1]:
+        raise NotImplementedHere(
+            f"{origin}: rope_parameters and rope_scaling differ; give one of them{ALTERNATIVES_HINT}"
+        )
     try:
         fields = _parse_common_fields(text, family, origin) | family.parse(text, origin)
     except NotImplementedHere as error:
-        raise NotImplementedHere(f"{error}{ELSEWHERE}") from None
+        raise NotImplementedHere(f"{error}{ALTERNATIVES_HINT}") from None
     except KeyError as error:
-        # transformers' configuration classes know what a text part leaves out
+        # transformers' classes have defaults for keys that a text part leaves out
         kind = NotImplementedHere if has_other_parts else ValueError
         raise kind(f"{origin}: key {error.args[0]!r} is missing") from None
+    lengths = [fields["max_position_embeddings"]]
+    for layer in fields["layers"]:
+        if layer.rope is not None and isinstance(layer.rope.scaling, ShortRope):
+            lengths.append(layer.rope.scaling.original_length)
+    fields["max_position_embeddings"] = min(lengths)
     spec = family.spec(**fields, is_text_part=has_other_parts)
     has_parts = any(layer.rope and layer.rope.width != spec.head_dim for layer in spec.layers)
     if has_parts and not family.rotates_part:
         raise NotImplementedHere(
-            f"{origin}: partial_rotary_factor other than 1.0 is not supported{ELSEWHERE}"
+            f"{origin}: partial_rotary_factor other than 1.0 is not supported{ALTERNATIVES_HINT}"
         )
     if spec.num_attention_heads % spec.num_key_value_heads:
         raise ValueError(

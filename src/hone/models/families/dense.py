@@ -1,7 +1,6 @@
 """Dense families: the fields of ModelSpec that each reads from its `config.json` in its own way.
 
-Each function returns fields that replace those of `families.parse_common_fields`. Defaults are those
-of transformers' configuration classes. Imports no torch.
+Each function returns fields that replace those of `families._parse_common_fields`. Imports no torch.
 """
 
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ Config = Mapping[str, Any]
 Fields = dict[str, Any]
 FULL = "full_attention"
 SLIDING = "sliding_attention"
+ORIGINAL_LENGTH = "original_max_position_embeddings"
 
 
 def read_head_dim(config: Config) -> int:
@@ -45,8 +45,19 @@ def parse_layers(
 
 def _parse_kind_rope(config: Config, kind: str, origin: str) -> Rope:
     found = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    keys = found.get(kind, found) if {FULL, SLIDING} & found.keys() else found
-    return parse_rope(keys or {}, dict(config), read_head_dim(config), origin)
+    if {FULL, SLIDING} & found.keys():
+        keys = found.get(kind) or {}
+    else:  # of all layers; the original length may stand beside it
+        length = {key: config[key] for key in (ORIGINAL_LENGTH,) if config.get(key)}
+        keys = {**found, **length}
+    return parse_rope(keys, dict(config), read_head_dim(config), origin)
+
+
+def _refuse_flat_rope(config: Config, origin: str) -> None:
+    """Raise NotImplementedHere if `rope_parameters` do not name the layers that they are of."""
+    found = config.get("rope_parameters")
+    if found and not {FULL, SLIDING} & found.keys():
+        raise NotImplementedHere(f"{origin}: rope_parameters without {FULL} and {SLIDING}")
 
 
 def _repeat_kinds(config: Config, period: int) -> list[str]:
@@ -79,10 +90,17 @@ def parse_qwen2(config: Config, origin: str) -> Fields:
 
 
 def parse_mistral(config: Config, origin: str) -> Fields:
-    """Mistral and Ministral 3: a window on all layers, if there is one; no biases."""
+    """Mistral: a window on all layers, if there is one; no biases."""
     kind = SLIDING if config.get("sliding_window") else FULL
     layers = parse_layers(config, origin, [kind] * int(config["num_hidden_layers"]))
     return {"qk_norm": None, "qkv_bias": False, "out_bias": False, "layers": layers}
+
+
+def parse_ministral3(config: Config, origin: str) -> Fields:
+    """Ministral 3: Mistral with YaRN, and queries that grow with the position."""
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        raise NotImplementedHere(f"{origin}: rope_parameters are missing")
+    return parse_mistral(config, origin)
 
 
 def parse_smollm3(config: Config, origin: str) -> Fields:
@@ -90,12 +108,16 @@ def parse_smollm3(config: Config, origin: str) -> Fields:
     count = int(config["num_hidden_layers"])
     period = int(config.get("no_rope_layer_interval", 4))
     rotated = config.get("no_rope_layers") or [(i + 1) % period != 0 for i in range(count)]
-    kinds = None if config.get("use_sliding_window") else [FULL] * count
+    if len(rotated) < count:
+        raise ValueError(f"{origin}: no_rope_layers has {len(rotated)} numbers for {count} layers")
+    kinds = [FULL] * count
+    if config.get("use_sliding_window") and config.get("sliding_window"):
+        default = [FULL if is_rotated else SLIDING for is_rotated in rotated[:count]]
+        kinds = list(config.get("layer_types") or default)
+    parsed = parse_layers({"rope_theta": 2e6, **config}, origin, kinds)
     layers = tuple(
         layer if is_rotated else LayerAttention(None, layer.window)
-        for layer, is_rotated in zip(
-            parse_layers({"rope_theta": 2e6, **config}, origin, kinds), rotated, strict=False
-        )
+        for layer, is_rotated in zip(parsed, rotated, strict=False)
     )
     tied = bool(config.get("tie_word_embeddings", True))
     return parse_llama(config, origin) | {"layers": layers, "tie_word_embeddings": tied}
@@ -107,6 +129,7 @@ def parse_olmo2(config: Config, origin: str) -> Fields:
 
 def parse_olmo3(config: Config, origin: str) -> Fields:
     """OLMo 3: OLMo 2 with windows; `rope_scaling`, as older files have it, is of full layers alone."""
+    _refuse_flat_rope(config, origin)
     rope = config.get("rope_parameters")
     if not rope:
         theta = {"rope_theta": config.get("rope_theta", 5e5)}
@@ -156,9 +179,8 @@ def parse_gemma2(config: Config, origin: str) -> Fields:
 
 def parse_gemma3(config: Config, origin: str) -> Fields:
     """Gemma 3: `rope_scaling`, as older files have it, is of full layers alone."""
-    found = dict(config.get("rope_parameters") or {})
-    if not {FULL, SLIDING} & found.keys():
-        found = {FULL: found | dict(config.get("rope_scaling") or {})}
+    _refuse_flat_rope(config, origin)
+    found = config.get("rope_parameters") or {FULL: dict(config.get("rope_scaling") or {})}
     thetas = {
         FULL: config.get("rope_theta", 1e6),
         SLIDING: config.get("rope_local_base_freq", 1e4),
@@ -181,9 +203,9 @@ def parse_granite(config: Config, origin: str) -> Fields:
 
 
 def parse_phi3(config: Config, origin: str) -> Fields:
-    """Phi-3 and Phi-4-mini: fused projections, partial rotation, LongRoPE up to the original length."""
-    fields = parse_mistral(config, origin)
-    length = int(config.get("max_position_embeddings", 4096))
-    rope = fields["layers"][0].rope
-    longest = min(length, rope.original_length or length)
-    return fields | {"fuses_projections": True, "max_position_embeddings": longest}
+    """Phi-3 and Phi-4-mini: fused projections, partial rotation, LongRoPE under three names."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = dict(config.get(key) or {})
+    if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+        rope["rope_type"] = "longrope"
+    return parse_mistral({**config, key: rope}, origin) | {"fuses_projections": True}

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 from hone.models.spec import ModelSpec
 
 NOT_SHAPE = ("dtype", "torch_dtype", "transformers_version")
-BOTH = "hybrid"  # attention and a mixer side by side
-ATTENTION_KINDS = ("full_attention", "sliding_attention", BOTH)
-MIXER_KINDS = ("linear_attention", "conv", "mamba", BOTH)
+HYBRID_KIND = "hybrid"  # attention and a mixer side by side
+ATTENTION_KINDS = ("full_attention", "sliding_attention", HYBRID_KIND)
+MIXER_KINDS = ("linear_attention", "conv", "mamba", HYBRID_KIND)
 OTHER_KINDS = ("mlp", "moe")
 # peft refuses adapters of out_proj there: kernels of Mamba read the weight alone.
-WITHOUT_OUT_PROJ = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+WITHOUT_OUT_PROJ = ("falcon_h1", "nemotron_h")
 FEED_FORWARD_PARTS = ("mlp", "moe", "expert", "feed_forward")  # in names of modules
 
 
@@ -101,7 +101,7 @@ def parse_hf_config(config: dict[str, Any], origin: str) -> HFSpec:
         return _parse_text(config, text, origin)
     except ValueError:
         raise
-    except Exception as error:  # transformers' class for a key that layers have of their own
+    except Exception as error:  # transformers raises its own error for keys that differ by layer
         first = str(error).splitlines()[0]
         raise ValueError(f"{origin}: not supported on transformers' modules: {first}") from None
 
@@ -116,7 +116,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
     )
     if None in (heads, hidden, layers):
         raise ValueError(
-            f"{origin}: it does not say heads, hidden size and layers of a transformer"
+            f"{origin}: num_attention_heads, hidden_size or num_hidden_layers is missing"
         )
     kinds = read("layer_types", "layers_block_type") or [ATTENTION_KINDS[0]] * int(layers)
     known = dict.fromkeys((*ATTENTION_KINDS, *MIXER_KINDS, *OTHER_KINDS))
@@ -152,7 +152,7 @@ def _parse_text(config: dict[str, Any], text: Any, origin: str) -> HFSpec:
         original_length=_find_original_length(read("rope_parameters", "rope_scaling")),
         experts=int(experts),
         layer_kinds=tuple(kinds),
-        active_experts=int(read("num_experts_per_tok") or 1) if experts > 1 else 1,
+        active_experts=int(read("num_experts_per_tok", "top_k_experts") or 1) if experts > 1 else 1,
     )
 
 
