@@ -26,7 +26,7 @@ from hone.engine.engine import Engine
 from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention_layouts
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import PolicyTrainer
 
@@ -135,7 +135,7 @@ def rehearsals(name: str) -> None:
         key_heads,
         size,
         1e-6,
-        plain_layers(1e6, size, 2),
+        make_plain_layers(1e6, size, 2),
         True,
         4096,
         0.02,

@@ -9,7 +9,7 @@ from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
 from hone.engine.warm_up import compile_kernels
 from hone.kernels.gpu.compiling import together
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -17,7 +17,7 @@ from hone.trainer.rl.trainer import PolicyTrainer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 # Sizes of no other test
 SPEC = ModelSpec(
-    384, 320, 704, 2, 4, 1, 32, 1e-6, plain_layers(10000.0, 32, 2), True, 1024, 0.06, False
+    384, 320, 704, 2, 4, 1, 32, 1e-6, make_plain_layers(10000.0, 32, 2), True, 1024, 0.06, False
 )
 
 

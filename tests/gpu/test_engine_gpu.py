@@ -15,14 +15,14 @@ from hone.engine.prefill import Shape
 from hone.engine.warm_up import capture_graphs
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ROOT = Path(__file__).parents[2]
 SPEC = ModelSpec(
-    512, 256, 512, 3, 8, 2, 64, 1e-6, plain_layers(10000.0, 64, 3), True, 2048, 0.06, False
+    512, 256, 512, 3, 8, 2, 64, 1e-6, make_plain_layers(10000.0, 64, 3), True, 2048, 0.06, False
 )
 
 
@@ -179,7 +179,19 @@ def test_few_long_sequences_are_divided_among_blocks(model):
 def test_many_sequences_over_pages_that_lie_apart():
     made = Transformer(
         ModelSpec(
-            512, 256, 512, 2, 16, 8, 64, 1e-6, plain_layers(10000.0, 64, 2), True, 2048, 0.06, False
+            512,
+            256,
+            512,
+            2,
+            16,
+            8,
+            64,
+            1e-6,
+            make_plain_layers(10000.0, 64, 2),
+            True,
+            2048,
+            0.06,
+            False,
         )
     )
     made.init_weights(torch.Generator().manual_seed(0))

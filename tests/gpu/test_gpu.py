@@ -10,7 +10,7 @@ from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -18,7 +18,7 @@ from hone.trainer.rl.trainer import PolicyTrainer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 TINY = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 SPEC = ModelSpec(
-    512, 256, 512, 3, 8, 2, 64, 1e-6, plain_layers(10000.0, 64, 3), True, 512, 0.06, False
+    512, 256, 512, 3, 8, 2, 64, 1e-6, make_plain_layers(10000.0, 64, 3), True, 512, 0.06, False
 )
 
 

@@ -17,7 +17,7 @@ from hone.kernels.gpu_training import (
 )
 from hone.kernels.head import head_logprobs, head_loss
 from hone.models.attention_layouts import PackedAttention
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.run_directory import RunDirectory
@@ -137,7 +137,7 @@ def test_a_step_gives_the_same_bits_twice(prompts):
 def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
     """Of the exact ones as far away as theirs, the same bits each time, and as a reference without gradients too."""
     spec = ModelSpec(
-        512, 256, 512, 2, 8, 2, 64, 1e-6, plain_layers(10000.0, 64, 2), True, 512, 0.06, False
+        512, 256, 512, 2, 8, 2, 64, 1e-6, make_plain_layers(10000.0, 64, 2), True, 512, 0.06, False
     )
     draw = torch.Generator().manual_seed(0)
     exact = Transformer(spec)
@@ -184,7 +184,7 @@ def test_groups_share_their_prompts_with_the_gradients_of_whole_sequences():
 def test_the_engine_reads_the_adapter_that_is_trained():
     """In graphs that were captured before the step too."""
     spec = ModelSpec(
-        512, 256, 512, 3, 8, 2, 64, 1e-6, plain_layers(10000.0, 64, 3), True, 512, 0.06, False
+        512, 256, 512, 3, 8, 2, 64, 1e-6, make_plain_layers(10000.0, 64, 3), True, 512, 0.06, False
     )
     model = Transformer(spec)
     model.init_weights(torch.Generator().manual_seed(0))
@@ -242,7 +242,7 @@ def test_the_optimizer_in_one_pass_moves_weights_as_torchs_does(dtype):
     exact, results = (
         Transformer(
             ModelSpec(
-                300, 64, 96, 2, 4, 2, 16, 1e-6, plain_layers(1e4, 16, 2), True, 64, 0.1, False
+                300, 64, 96, 2, 4, 2, 16, 1e-6, make_plain_layers(1e4, 16, 2), True, 64, 0.1, False
             )
         ),
         [],
@@ -279,7 +279,19 @@ def test_an_optimizer_in_the_machines_memory_moves_weights_as_one_on_the_device(
     """To the bit; the device holds nothing of its state, and a checkpoint gives it back."""
     spec, results, taken = (
         ModelSpec(
-            4096, 1024, 2048, 2, 8, 4, 128, 1e-6, plain_layers(1e4, 128, 2), True, 64, 0.1, False
+            4096,
+            1024,
+            2048,
+            2,
+            8,
+            4,
+            128,
+            1e-6,
+            make_plain_layers(1e4, 128, 2),
+            True,
+            64,
+            0.1,
+            False,
         ),
         [],
         [],
@@ -350,7 +362,7 @@ def test_a_checkpoint_is_written_while_graphs_are_captured(tmp_path):
             2,
             64,
             1e-6,
-            plain_layers(10000.0, 64, 3),
+            make_plain_layers(10000.0, 64, 3),
             True,
             512,
             0.06,

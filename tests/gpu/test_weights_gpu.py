@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hone.models.hf import empty_model
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.weight_proof import CanaryScorer, canary_ids, score_sequence
 from tests.integration.test_network import sent_and_received
 
@@ -30,7 +30,7 @@ def test_a_gpu_gives_a_cpu_what_it_has():
 
 def test_a_canary_that_is_scored_again_is_that_of_the_weights_as_they_are():
     spec = ModelSpec(
-        500, 256, 512, 3, 4, 2, 64, 1e-6, plain_layers(10000.0, 64, 3), True, 64, 0.06, False
+        500, 256, 512, 3, 4, 2, 64, 1e-6, make_plain_layers(10000.0, 64, 3), True, 64, 0.06, False
     )
     model = empty_model(spec, torch.bfloat16, "cuda")
     scorer, ids = CanaryScorer(model), canary_ids(model.spec)

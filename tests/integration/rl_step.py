@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from hone.config.rl_config import TrainerConfig
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.trainer.ranks import Ranks
@@ -20,7 +20,7 @@ from hone.trainer.sharding import Export
 
 ranks = Ranks.join_ranks(60.0)
 model = Transformer(
-    ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, plain_layers(100.0, 16, 2), True, 64, 0.3, False)
+    ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
 )
 model.init_weights(torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)

@@ -16,7 +16,7 @@ import torch
 
 from hone import machine
 from hone.models.hf import hf_tensors
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import model_checksum
 from hone.transport import network
@@ -34,7 +34,7 @@ from tests.hangs import HANG_SECONDS
 
 pytestmark = pytest.mark.main_path
 
-SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
+SPEC = (50, 32, 64, 2, 4, 2, 8, 1e-6, make_plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
 LOG = logging.getLogger("test")
 has_proc = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="no /proc")
 SERVER = """

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import CkptConfig, OptimConfig
 from hone.config.sft_config import DataConfig, SFTConfig
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.orchestrator.run import progress_before
 from hone.records import Batch, Sample
@@ -29,7 +29,7 @@ from hone.trainer.ranks import Ranks
 from hone.trainer.rl.train import restore_progress
 from hone.trainer.rl.trainer import PolicyTrainer
 
-SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, plain_layers(100.0, 8, 1), True, 64, 0.3, False)
+SPEC = ModelSpec(40, 16, 24, 1, 2, 1, 8, 1e-6, make_plain_layers(100.0, 8, 1), True, 64, 0.3, False)
 
 
 def made(seed=0):

@@ -18,12 +18,14 @@ from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.cuda_graphs import Captured
 from hone.models.attention_layouts import PackedAttention
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import score_sequence
 from hone.records import GenerateRequest, Sampling
 
-SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
+SPEC = ModelSpec(
+    50, 32, 64, 2, 4, 2, 8, 1e-6, make_plain_layers(1000.0, 8, 2), True, 96, 0.5, False
+)
 PACKED = replace(SPEC, num_key_value_heads=1, head_dim=16)  # as many bytes a token
 STOP = frozenset({3})
 ONE_SEQUENCE = 96 * 256 / 2**30  # GiB for the keys and values of one sequence of full length

@@ -25,7 +25,7 @@ from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
 from hone.models import ops
 from hone.models.attention_layouts import PackedAttention
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from tests import twins
 
@@ -145,7 +145,9 @@ def test_a_model_whose_products_do_what_stands_around_them(
     from hone.kernels.gpu import few_row_products
 
     made = Transformer(
-        ModelSpec(512, 128, 192, 3, 4, 2, 64, 1e-6, plain_layers(1e4, 64, 3), True, 256, 0.1, False)
+        ModelSpec(
+            512, 128, 192, 3, 4, 2, 64, 1e-6, make_plain_layers(1e4, 64, 3), True, 256, 0.1, False
+        )
     )
     made.init_weights(torch.Generator().manual_seed(0))
     made.to(DEVICE)

@@ -588,6 +588,41 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
         torch.testing.assert_close(found, again(rows[0][None]).logits[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("implementation", ["hone", "transformers"])
+def test_a_head_of_its_own_beside_vision_is_not_taken_for_a_tied_one(implementation, tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    text = SHAPE | {"model_type": "mistral", "sliding_window": None}
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=VISION)
+    config.tie_word_embeddings = False
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path)
+    shape = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    with pytest.raises(ValueError, match="differs from .*embed_tokens.weight, though"):
+        load_model(tmp_path, spec=parse_model_config(shape, implementation=implementation))
+
+
+@pytest.mark.parametrize("kind", [kind for kind in OWN if kind not in KINDS])
+def test_keys_that_a_config_leaves_out_are_those_of_transformers(kind):
+    """Real files leave out what their author's version had as a default."""
+    shape = {key: SHAPE[key] for key in ("vocab_size", "intermediate_size")}
+    shape |= {"hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 4}
+    name = type(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SHAPE))).__name__
+    config = shape | {"model_type": kind, "architectures": [name]}
+    if kind == "ministral3":
+        config["rope_parameters"] = MINISTRAL_ROPE
+    own, theirs = (parse_model_config(config, implementation=x) for x in ("hone", "transformers"))
+    for field in ("num_key_value_heads", "head_dim", "max_position_embeddings", "logit_cap"):
+        assert getattr(own, field) == getattr(theirs, field), field
+    text = AutoConfig.for_model(kind, **shape)
+    assert own.rms_norm_eps == text.rms_norm_eps
+    assert own.tie_word_embeddings == text.tie_word_embeddings
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * 4
+    window = getattr(text, "sliding_window", None)
+    windows = [window if "sliding" in one else None for one in kinds]
+    assert [layer.window for layer in own.layers] == windows
+
+
 def test_each_request_is_answered_by_its_own_adapter(case, tmp_path):
     """A server's adapters: the logprobs are those of the model that was trained with the adapter."""
     directory, _, ours = case

@@ -32,7 +32,7 @@ from hone.kernels.row_gather import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
 from hone.models.lora import add_lora
 from hone.models.ops import CPU, CpuOps
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.packing import pack_sequences, pack_shared
 from tests import twins
@@ -297,7 +297,9 @@ def test_target_logprobs(dtype):
 @pytest.mark.parametrize("T", [9, 40])
 def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack_samples, T):
     model = Transformer(
-        ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, plain_layers(100.0, 16, 2), True, 64, 0.3, False)
+        ModelSpec(
+            40, 48, 72, 2, 4, 2, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False
+        )
     )
     model.init_weights(torch.Generator().manual_seed(0))
     ids = [[1, 2, *range(3, n)] for n in (T, T - 4, T - 1, 4)]
@@ -315,7 +317,7 @@ def test_a_block_in_two_calls_gives_the_bits_of_its_operations(monkeypatch, pack
 @compiled
 def test_a_block_with_an_adapter_a_bias_or_frozen_weights_is_computed_by_its_operations():
     spec = ModelSpec(
-        40, 48, 72, 1, 4, 2, 16, 1e-6, plain_layers(100.0, 16, 1), True, 64, 0.3, False
+        40, 48, 72, 1, 4, 2, 16, 1e-6, make_plain_layers(100.0, 16, 1), True, 64, 0.3, False
     )
     x = torch.ones(4, 48)
     assert CPU.can_fuse(Transformer(spec).blocks[0], x)

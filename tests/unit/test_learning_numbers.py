@@ -14,7 +14,7 @@ from hone.kernels.adamw import AdamW, Change
 from hone.kernels.logprobs import target_logprobs
 from hone.kernels.pinned_memory import reachable_zeros
 from hone.models.hf import split_rows
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, has_signal
 from hone.trainer.loss import cross_entropy_sum, make_loss, policy_loss
@@ -148,7 +148,9 @@ def test_packing_keeps_the_positions_that_predict_a_target():
 )  # compiled loops where there are some; torch's
 def test_sequences_of_one_token_have_no_targets_and_no_gradient(dtype):
     model = Transformer(
-        ModelSpec(40, 48, 72, 2, 4, 2, 16, 1e-6, plain_layers(100.0, 16, 2), True, 64, 0.3, False)
+        ModelSpec(
+            40, 48, 72, 2, 4, 2, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False
+        )
     ).to(dtype)
     model.init_weights(torch.Generator().manual_seed(0))
     packed = pack_sequences([[1], [2]], [[True], [True]])
@@ -220,7 +222,9 @@ def test_shared_prompts_give_the_same_logits_and_gradients_as_whole_sequences(co
 
 def small_model(seed=0):
     model = Transformer(
-        ModelSpec(40, 16, 24, 2, 2, 1, 8, 1e-6, plain_layers(100.0, 8, 2), True, 64, 0.3, False)
+        ModelSpec(
+            40, 16, 24, 2, 2, 1, 8, 1e-6, make_plain_layers(100.0, 8, 2), True, 64, 0.3, False
+        )
     )
     model.init_weights(torch.Generator().manual_seed(seed))
     return model

@@ -17,12 +17,14 @@ from hone.inference.samplers.embedded import EmbeddedSampler
 from hone.models.adapters import Adapters, read_adapter
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_names, load_model, split_rows
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import find_likeliest
 from hone.records import GenerateRequest, Sampling
 
-SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 16, 1e-6, plain_layers(1000.0, 16, 2), True, 96, 0.5, False)
+SPEC = ModelSpec(
+    50, 32, 64, 2, 4, 2, 16, 1e-6, make_plain_layers(1000.0, 16, 2), True, 96, 0.5, False
+)
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 

@@ -16,7 +16,7 @@ from hone.config.orchestrator_config import ADVANTAGES as ADVANTAGE_NAMES
 from hone.config.orchestrator_config import GroupConfig
 from hone.config.rl_config import TrainerConfig
 from hone.kernels.head import _Head, head_logprobs
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.orchestrator.advantage import ADVANTAGES, Scored, make_advantage
 from hone.records import Batch, Sample
@@ -315,7 +315,7 @@ def test_mistakes_in_the_configuration():
 
 # ------------------------------------------------------------------------------------------------ the step
 
-SPEC = ModelSpec(40, 16, 24, 2, 2, 1, 8, 1e-6, plain_layers(100.0, 8, 2), True, 64, 0.3, False)
+SPEC = ModelSpec(40, 16, 24, 2, 2, 1, 8, 1e-6, make_plain_layers(100.0, 8, 2), True, 64, 0.3, False)
 
 
 def made():

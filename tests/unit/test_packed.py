@@ -7,12 +7,14 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.engine.packed_model import PackedModel, Quickest
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
 # Sizes that leave edges everywhere
-QWEN3 = ModelSpec(70, 40, 72, 2, 4, 2, 16, 1e-6, plain_layers(1000.0, 16, 2), True, 512, 0.3, False)
+QWEN3 = ModelSpec(
+    70, 40, 72, 2, 4, 2, 16, 1e-6, make_plain_layers(1000.0, 16, 2), True, 512, 0.3, False
+)
 SPECS = {
     "qwen3": QWEN3,
     "qwen2": replace(QWEN3, qkv_bias=True, qk_norm=None),

@@ -9,11 +9,13 @@ import torch
 
 from hone.engine.engine import Engine
 from hone.inference.engine_service import EngineService
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import GenerateRequest, Sampling
 
-SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
+SPEC = ModelSpec(
+    50, 32, 64, 2, 4, 2, 8, 1e-6, make_plain_layers(1000.0, 8, 2), True, 96, 0.5, False
+)
 
 
 @pytest.fixture

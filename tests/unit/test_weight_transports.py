@@ -11,7 +11,7 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.sections import FilesystemConfig, NcclConfig
 from hone.models.hf import hf_tensors
 from hone.models.lora import add_lora, lora_modules
-from hone.models.spec import ModelSpec, plain_layers
+from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.ranks import Ranks
 from hone.trainer.sharding import Export
@@ -20,7 +20,9 @@ from hone.transport.delivery import Superseded
 from hone.transport.transports import RECEIVERS, make_receiver, make_sender
 from hone.transport.weight_transport import Receiver, Sender, ignore_arrivals
 
-SPEC = ModelSpec(50, 32, 64, 2, 4, 2, 8, 1e-6, plain_layers(1000.0, 8, 2), True, 96, 0.5, False)
+SPEC = ModelSpec(
+    50, 32, 64, 2, 4, 2, 8, 1e-6, make_plain_layers(1000.0, 8, 2), True, 96, 0.5, False
+)
 LOG = logging.getLogger("test")
 
 

@@ -60,7 +60,7 @@ class Rotation:
         self.positions_T = positions_T
         self.rope = rope
 
-    def turn(self, x_TNE: Tensor) -> Tensor:
+    def rotate_heads(self, x_TNE: Tensor) -> Tensor:
         """Return heads with their first numbers rotated to the tokens' positions."""
         width = self.cos_PE.shape[1]
         if width == x_TNE.shape[2]:
@@ -102,7 +102,7 @@ def no_rotation(x_TNE: Tensor) -> Rotation:
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What the attention of a layer has beside softmax(q k / sqrt(E)) v over all earlier tokens.
+    """Options that change a layer's attention from softmax(q k / sqrt(E)) v over all earlier tokens.
 
     Attributes:
         scale: factor of q k; None: E^-1/2.

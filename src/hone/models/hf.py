@@ -223,15 +223,18 @@ def require_tied_head(
 
     `wanted` has the model's tensors, `where` the file of each stored tensor, by HF name.
     """
-    if HEAD in wanted or HEAD not in where or EMBEDDING not in where:
+    head, embedding = (
+        next((x for x in _spell_in_whole(name) if x in where), None) for name in (HEAD, EMBEDDING)
+    )
+    if head is None or embedding is None or head in wanted:
         return
     found = []
-    for name in (HEAD, EMBEDDING):
+    for name in (head, embedding):
         with safe_open(where[name], framework="pt") as reader:
             found.append(reader.get_tensor(name))
     if found[0].shape != found[1].shape or not torch.equal(*found):
         raise ValueError(
-            f"{directory}: {HEAD} differs from {EMBEDDING}, though config.json says that they are one "
+            f"{directory}: {head} differs from {embedding}, though config.json says that they are one "
             "(tie_word_embeddings); set it to false to use both"
         )
 

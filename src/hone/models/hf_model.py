@@ -24,10 +24,10 @@ from hone.models.layers import Attention, Linear
 from hone.models.mixers import Mixer, find_mixers, make_mixer
 from hone.models.spec import ModelSpec
 
-NAME = "hone"  # of the attention function in transformers
+ATTENTION_NAME = "hone"  # of the attention function in transformers
 CHECKED_TOKENS = 8  # of each sequence in `refuse_unsupported`
 # Between equal rows of two passes, as a share of the largest number; bfloat16 rounds to 0.4 %.
-MOST_DIFFERENCE = 0.02
+MAX_RELATIVE_DIFFERENCE = 0.02
 # Arguments that transformers passes to attention functions and that change nothing here.
 WITHOUT_EFFECT = {
     "dropout",
@@ -78,7 +78,7 @@ class HFModel(LanguageModel):
         try:
             whole = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 make_text_config(spec.config),
-                attn_implementation=NAME,
+                attn_implementation=ATTENTION_NAME,
                 dtype=torch.get_default_dtype(),
             )
         except (KeyError, ValueError) as error:
@@ -179,7 +179,7 @@ class HFModel(LanguageModel):
 
     @torch.no_grad()
     def refuse_unsupported(self) -> None:
-        """Compute two packed sequences. Raises ValueError if this would not be the model.
+        """Raise ValueError if packed sequences are not independent or logits differ from transformers'.
 
         A mixer other than attention lets a sequence see the one before it; a head may have more
         than a weight; some layers may have heads of another number or size.
@@ -237,7 +237,7 @@ class HFModel(LanguageModel):
 def _differs(one: Tensor, two: Tensor) -> bool:
     """Return True if two tensors differ by more than rounding, or are not finite."""
     largest = float(one.float().abs().max())
-    return not float((one.float() - two.float()).abs().max()) <= MOST_DIFFERENCE * largest
+    return not float((one.float() - two.float()).abs().max()) <= MAX_RELATIVE_DIFFERENCE * largest
 
 
 def _saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -280,7 +280,7 @@ def attend_heads(
     """
     unknown = {key for key, value in others.items() if value is not None} - WITHOUT_EFFECT
     if unknown:
-        raise TypeError(f"the argument {min(unknown)} of its attention is not known")
+        raise TypeError(f"attention argument {min(unknown)} is not supported")
     current: _Pass = module.__dict__["hone_pass"]
     attend = attend or current.attend
     assert attend is not None
@@ -318,5 +318,5 @@ def _register_attention() -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    AttentionInterface.register(NAME, attend_heads)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
+    AttentionInterface.register(ATTENTION_NAME, attend_heads)
+    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

@@ -29,9 +29,9 @@ class Attention(Protocol):
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads, /) -> Tensor: ...
 
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer, /) -> Tensor:
-        """Return the outputs of a mixer (T x D), which sees no other sequence than a token's own.
+        """Return a mixer's outputs (T x D); tokens see only their own sequence.
 
-        For models with other mixers than attention; `layer` counts their mixers.
+        `layer` is the index of the mixer among those of the model.
         """
         ...
 
@@ -157,10 +157,10 @@ class SelfAttention(nn.Module):
 
 
 class GeneralSelfAttention(SelfAttention):
-    """Attention whose q and k have norms or rotations that kernels do not have.
+    """Attention for norms or rotations of q and k that the kernels do not support.
 
-    They are normalized over the whole projection, or with an offset of the weight, rotated in part,
-    or grow with the position (queries).
+    Norms over the whole projection or with an offset of the weight, rotation of a part of a head,
+    queries that grow with the position.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -177,8 +177,8 @@ class GeneralSelfAttention(SelfAttention):
         q_TO, k_TO, v_TO = qkv_TO.split([self.heads * self.head_dim, rest, rest], 1)
         q_TO, k_TO = self._normalize(q_TO, self.q_norm), self._normalize(k_TO, self.k_norm)
         q_THE, k_TKE, v_TKE = (x.unflatten(1, (-1, self.head_dim)) for x in (q_TO, k_TO, v_TO))
-        q_THE = rotation.turn(q_THE) * rotation.query_factors_T11
-        qkv_TNE = torch.cat([q_THE, rotation.turn(k_TKE), v_TKE], 1)
+        q_THE = rotation.rotate_heads(q_THE) * rotation.query_factors_T11
+        qkv_TNE = torch.cat([q_THE, rotation.rotate_heads(k_TKE), v_TKE], 1)
         heads = Heads(self.heads, None, None, self.eps, None, self.options)
         return attend(layer, qkv_TNE, heads)
 

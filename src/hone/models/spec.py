@@ -17,7 +17,7 @@ BLOCK_INPUTS = 128  # most inputs that share a scale in 8-bit weights (eight_bit
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What may differ between the layers of a model: rotation, and how far a token sees.
+    """Rotation and attention window of one layer.
 
     Attributes:
         rope: rotary positions; None: none.
@@ -30,7 +30,7 @@ class LayerAttention:
 
 @dataclass(frozen=True)
 class BlockOptions:
-    """What a block has beside x += attention(norm(x)); x += mlp(norm(x)).
+    """Options that change a block from x += attention(norm(x)); x += mlp(norm(x)).
 
     Attributes:
         norms: "before" attention and MLP, "after" them, or "both".
@@ -92,7 +92,7 @@ class ModelSpec:
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
-    # --------------------------------------------------------------------------- what families may say otherwise
+    # --------------------------------------------------------------------------- overridden by families
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
@@ -194,7 +194,7 @@ class ModelSpec:
         """Return how many activations per token a block's feed-forward layer keeps for backward."""
         return 2 * self.intermediate_size
 
-    # --------------------------------------------------------------------------------------- what follows for all
+    # --------------------------------------------------------------------------------------- derived for all families
 
     @property
     def attention_linears(self) -> dict[str, tuple[int, int]]:
@@ -246,7 +246,7 @@ class ModelSpec:
         return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
 
 
-def plain_layers(theta: float, head_dim: int, count: int) -> tuple[LayerAttention, ...]:
+def make_plain_layers(theta: float, head_dim: int, count: int) -> tuple[LayerAttention, ...]:
     """Return layers without windows whose whole heads are rotated, all alike."""
     return (LayerAttention(Rope(theta, head_dim)),) * count
 

@@ -1,4 +1,4 @@
-"""The one model definition, for training and for sampling.
+"""Hone's own transformer, for training and for sampling.
 
 All tokens of a call are laid end to end on one flat axis T, without padding; the attention object
 that is passed in decides which of them see each other:
@@ -299,7 +299,7 @@ class Transformer(LanguageModel):
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw normal weights with deviation `initializer_range`; norms scale by 1, biases are 0."""
         for name, parameter in self.named_parameters():
-            if "norm" in name.split(".", 2)[-1] or name.startswith("norm"):
+            if "norm" in name:
                 parameter.fill_(1.0 - self.spec.block.norm_offset)
             elif name.endswith("bias"):
                 parameter.zero_()
