@@ -29,7 +29,7 @@ PYTEST = [sys.executable, "-m", "pytest"]
 PARALLEL = ["-n", "2"]
 NEWEST_PYTHON = "3.13"
 TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers>=5,<6", "pydantic>=2")
-VERIFIERS_VERSIONS = ("0.1.14", "0.3.1")
+VERIFIERS_VERSIONS = {"0.1.14": [], "0.3.1": [], "0.4.0": ["uv"]}  # and what they need
 ISA_TESTS = ("tests/unit/test_kernels.py", "tests/unit/test_packed.py", "tests/unit/test_engine.py")
 ISA_INTEGRATION_TESTS = (
     "on_policy_run or same_rewards or share_the_model or memory_to_memory or from_its_checkpoint"
@@ -184,9 +184,9 @@ def run_newest(runner: Runner) -> None:
 
 def run_verifiers(runner: Runner) -> None:
     homes = {}
-    for version in VERIFIERS_VERSIONS:
+    for version, others in VERIFIERS_VERSIONS.items():
         home = ROOT / f".venv-verifiers-{version}"
-        runner.install(home, f"verifiers=={version}")
+        runner.install(home, f"verifiers=={version}", *others)
         homes[f"VERIFIERS_{version.replace('.', '_')}"] = str(home)
     runner.run(
         *PYTEST, *PARALLEL, "-m", "verifiers", "tests/integration/test_environments.py", **homes

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import hone.environments as vf
+from hone.config.sections import EnvConfig
+from hone.environments.registry import load_environments
 from hone.evals.results import Folder
 from hone.records import Completion, Sampling, Turn
 from tests.hangs import HANG_SECONDS
@@ -169,6 +171,8 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     (tmp_path / "library_env.py").write_text(
         (Path(__file__).parent / f"verifiers_{kind}.py").read_text()
     )
+    # Each rollout of the v1 API starts processes.
+    size, group = (4, 2) if kind.startswith("v1") else (8, 4)
     out = tmp_path / "run"
     command(
         "rl",
@@ -185,9 +189,9 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
         "--orchestrator.env",
         json.dumps({"id": "library-env", "venv": home}),
         "--orchestrator.batch-size",
-        8,
+        size,
         "--orchestrator.rollouts-per-example",
-        4,
+        group,
         "--orchestrator.sampling.max-tokens",
         8,
         "--trainer.optim.type",
@@ -201,7 +205,7 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     ]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     drawn = sum(len(turn["ids"]) for r in rollouts if r["is_used"] for turn in r["turns"])
-    assert len(rollouts) == 8 and not any(r["error"] for r in rollouts)
+    assert len(rollouts) == size and not any(r["error"] for r in rollouts)
     assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
     for r in rollouts:
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
@@ -225,6 +229,28 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
                 all(r["reward"] == r["metrics"]["place"] for r in group)
                 and max(r["reward"] for r in group) <= 1
             )
+
+
+@pytest.mark.verifiers
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"agent": {"harness": {"id": "bash"}}},
+            "agent.harness.id 'bash' runs what the model writes",
+        ),
+        ({"taskset": {"nope": 1}}, r"env.args.taskset.*nope"),
+    ],
+)
+def test_arguments_of_the_newest_library_are_checked(arguments, words, tmp_path, monkeypatch):
+    home = os.environ.get("VERIFIERS_0_4_0")
+    if home is None:
+        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
+    source = Path(__file__).parent / "verifiers_v1_single.py"
+    (tmp_path / "library_env.py").write_text(source.read_text())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match=words):
+        load_environments([EnvConfig(id="library-env", venv=home, args=arguments)])
 
 
 @pytest.mark.main_path

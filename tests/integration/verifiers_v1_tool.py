@@ -39,3 +39,7 @@ class GlossaryTaskset(vf.Taskset[GlossaryTask, GlossaryTasksetConfig]):
     def load(self):
         for word in WORDS:
             yield GlossaryTask(vf.TaskData(prompt=word), self.config.task)
+
+
+if __name__ == "__main__":
+    Glossary.run()

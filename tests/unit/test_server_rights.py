@@ -149,6 +149,7 @@ def test_every_route_that_acts_on_a_server_is_a_control_path():
         "/v1/chat/completions/tokens",
         "/v1/completions",
         "/v1/responses",
+        "/inference/v1/generate",
         "/tokenize",
         "/detokenize",
     }

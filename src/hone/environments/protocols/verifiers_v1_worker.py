@@ -147,6 +147,14 @@ def describe_episode(episode):
     }
 
 
+def describe_error(error):
+    """Return a configuration error in one line, with the key under env.args."""
+    found = error.errors()[0] if hasattr(error, "errors") else None
+    if found is None:
+        return " ".join(str(error).split())
+    return f"env.args.{'.'.join(map(str, found['loc']))}: {found['msg']}"
+
+
 def serve(loop, name, is_serving):
     """List the examples, or serve rollouts until the parent ends."""
     from verifiers.v1.utils.loaders import load_environment
@@ -157,10 +165,13 @@ def serve(loop, name, is_serving):
         raise SystemExit(
             "verifiers 0.4 starts harnesses with uv, which is not on PATH: pip install uv"
         )
-    config, own = build_config(name, loop.arguments)
-    environment = load_environment(config)
-    if own.get(ALLOW) is not True:
-        refuse_uncontained_code(environment)
+    try:
+        config, own = build_config(name, loop.arguments)
+        environment = load_environment(config)
+        if own.get(ALLOW) is not True:
+            refuse_uncontained_code(environment)
+    except ValueError as error:
+        raise SystemExit(describe_error(error)) from None
     worker = V1Worker(environment, own.get(LIMIT))
     if not is_serving:
         loop.send_message(worker.list_examples())
