@@ -48,6 +48,7 @@ class RolloutAccess:
     Attributes:
         sessions: by turn, the session that the request named, which is an agent's of verifiers 0.4.
         is_full: True if a request left no space for an answer within the context length.
+        failure: error of the client that the latest refused request met.
     """
 
     url: str
@@ -56,6 +57,7 @@ class RolloutAccess:
     turns: list[Turn] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
     is_full: bool = False
+    failure: Exception | None = None
     seconds: float = 0.0
     model_seconds: float = 0.0
 
@@ -165,6 +167,7 @@ class PolicyEndpoint:
             access.is_full = True
             return _build_refusal(400, str(error))
         except (ValueError, RuntimeError) as error:
+            access.failure = error
             return _build_refusal(400, str(error))
         except ConnectionError as error:
             return _build_refusal(503, str(error))

@@ -158,7 +158,12 @@ class VerifiersEnv(WorkerEnvironment):
         asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
         async with self.endpoint.open_access(client, sampling) as access:
             message = {"row": row, "url": access.url, "model": "policy", "sampling": asked}
-            done = await worker.send_request("rollout", message)
+            try:
+                done = await worker.send_request("rollout", message)
+            except RuntimeError:
+                if access.failure is None:
+                    raise
+                raise access.failure from None  # what the library's error comes from
         if access.is_full and not access.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
         turns = access.turns_of(done.get("session"))
