@@ -623,6 +623,18 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers(kind):
     assert [layer.window for layer in own.layers] == windows
 
 
+@pytest.mark.parametrize("name", ["su", "yarn"])
+def test_old_names_of_phi_s_rotation_are_longrope(name):
+    config = SHAPE | {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"]}
+    config |= FAMILIES["phi3_long"]
+    old = config["rope_parameters"] | {"rope_type": name}
+    specs = [
+        parse_model_config(x, implementation="hone")
+        for x in (config, config | {"rope_parameters": old})
+    ]
+    assert specs[0] == specs[1]
+
+
 def test_each_request_is_answered_by_its_own_adapter(case, tmp_path):
     """A server's adapters: the logprobs are those of the model that was trained with the adapter."""
     directory, _, ours = case

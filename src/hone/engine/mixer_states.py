@@ -6,6 +6,8 @@ so that a decode step computes one token; a state that is not kept is computed a
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -43,7 +45,6 @@ class MixerStates:
         self.inputs = untouched_zeros(shape, dtype, device)
         # By cell and mixer: a state of several sequences, and the row in it.
         self.states: OrderedDict[int, dict[int, tuple[MixerState, int]]] = OrderedDict()
-        self.latest: dict[int, tuple[list[int], MixerState]] = {}  # of the last decode step
 
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None) -> None:
         """Give the cells of pages `target` the states of those of `source`."""
@@ -65,21 +66,35 @@ class MixerStates:
             for cell in cells:
                 self.states.pop(cell, None)
 
-    def find_kept(self, layer: int, cell: int) -> MixerState | None:
-        """Return the state after the token in this cell, if it is kept."""
-        found = self.states.get(cell, {}).get(layer)
-        if found is None:
-            return None
-        self.states.move_to_end(cell)
-        state, row = found
-        return state.row(row)
+    def find_state(
+        self, layer: int, last: int, list_cells: Callable[[], Cells], mixer: Mixer
+    ) -> MixerState:
+        """Return a sequence's state after the token in cell `last`; compute it if it is not kept.
 
-    def compute_state(self, layer: int, cells: Cells, mixer: Mixer) -> MixerState:
-        """Compute the state after a sequence's first tokens, stored in `cells`, from their inputs."""
-        at = torch.from_numpy(cells).to(self.inputs.device)
+        `list_cells` returns the cells of the sequence's tokens up to that one.
+        """
+        found = self.states.get(last, {}).get(layer)
+        if found is not None:
+            self.states.move_to_end(last)
+            state, row = found
+            return state.row(row)
+        at = torch.from_numpy(list_cells()).to(self.inputs.device)
         _, state = mixer(self.inputs[layer, at][None], None)
-        self.keep_states(layer, [int(cells[-1])], state)
+        self.keep_states(layer, [last], state)
         return state
+
+    def find_whole(self, layer: int, cells: list[int]) -> MixerState | None:
+        """Return the kept state whose rows are those after these cells, in this order, if there is one."""
+        found = [self.states.get(cell, {}).get(layer) for cell in cells]
+        if found[0] is None or found[0][0].sequence_count != len(cells):
+            return None
+        state = found[0][0]
+        rows = range(len(cells))
+        is_whole = all(
+            one is not None and one[0] is state and one[1] == row
+            for one, row in zip(found, rows, strict=True)
+        )
+        return state if is_whole else None
 
     def keep_states(self, layer: int, cells: list[int], state: MixerState) -> None:
         """Keep a state of several sequences, by the cell of the last token of each."""
@@ -114,11 +129,12 @@ class PrefillMixing:
         self.lengths = lengths
         self.numbers = numbers
         self.adapters = adapters
+        own = [every[-n:] for every, n in zip(cells, lengths, strict=True)]
+        self.own: list[int] = np.concatenate(own).tolist()
 
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
         """Return the outputs of the chunks' tokens, T x D."""
-        own = [cells[-n:] for cells, n in zip(self.cells, self.lengths, strict=True)]
-        self.states.write_inputs(layer, np.concatenate(own).tolist(), x_TD)
+        self.states.write_inputs(layer, self.own, x_TD)
         outputs = []
         parts = x_TD.split(self.lengths)
         for part, cells, number in zip(parts, self.cells, self.numbers, strict=True):
@@ -126,9 +142,8 @@ class PrefillMixing:
             earlier = cells[: len(cells) - len(part)]
             before = None
             if len(earlier):
-                before = self.states.find_kept(layer, int(earlier[-1]))
-                if before is None:
-                    before = self.states.compute_state(layer, earlier, adapted)
+                list_cells = partial(np.asarray, earlier)
+                before = self.states.find_state(layer, int(earlier[-1]), list_cells, adapted)
             y_1LD, after = adapted(part[None], before)
             self.states.keep_states(layer, [int(cells[-1])], after)
             outputs.append(y_1LD[0])
@@ -160,21 +175,18 @@ class DecodeMixing:
         states.write_inputs(layer, self.newest, x_BD)
         y_B1D, after = mixer(x_BD[:, None], before)
         states.keep_states(layer, self.newest, after)
-        states.latest[layer] = (self.newest, after)
         states.evict_states(layer)
         return y_B1D[:, 0]
 
     def _find_before(self, layer: int, mixer: Mixer) -> MixerState:
-        cells, latest = self.states.latest.get(layer, ([], None))
-        if latest is not None and cells == self.before and self._are_kept(layer, latest):
-            return latest
+        whole = self.states.find_whole(layer, self.before)
+        if whole is not None:
+            return whole
         found = []
         for row, cell in enumerate(self.before):
-            state = self.states.find_kept(layer, cell)
-            if state is None:
-                adapted = _with_adapter(mixer, self.adapters, self.numbers[row])
-                state = self.states.compute_state(layer, self._cells_before(row), adapted)
-            found.append(state)
+            adapted = _with_adapter(mixer, self.adapters, self.numbers[row])
+            list_cells = partial(self._cells_before, row)
+            found.append(self.states.find_state(layer, cell, list_cells, adapted))
         return MixerState.stack(found)
 
     def _cells_before(self, row: int) -> Cells:
@@ -183,14 +195,6 @@ class DecodeMixing:
         cells = self.pages[row][:, None] * size + np.arange(size)
         earlier: Cells = cells.reshape(-1)[: self.lengths[row]]
         return earlier
-
-    def _are_kept(self, layer: int, latest: MixerState) -> bool:
-        """Return True if the last step's states are still those of their cells."""
-        states = self.states.states
-        kept = (states.get(cell, {}).get(layer) for cell in self.before)
-        return all(
-            one is not None and one[0] is latest and one[1] == row for row, one in enumerate(kept)
-        )
 
 
 def _with_adapter(mixer: Mixer, adapters: Adapters, number: int) -> Mixer:

@@ -45,25 +45,13 @@ def call_each() -> None:
     from hone.kernels.logprobs import target_logprobs
     from hone.kernels.orthogonal import orthogonal
     from hone.models.attention_layouts import PackedAttention
-    from hone.models.families import parse_model_config
+    from hone.models.spec import ModelSpec, make_plain_layers
     from hone.models.transformer import Transformer
 
     T = 4
     E = 16
-    shape = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 2 * E,
-        "hidden_size": E,
-        "intermediate_size": 2 * E,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "head_dim": E,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-        "tie_word_embeddings": True,
-    }
-    spec = parse_model_config(shape)
+    layers = make_plain_layers(1e4, E, 1)
+    spec = ModelSpec(2 * E, E, 2 * E, 1, 1, 1, E, 1e-6, layers, True, 64, 0.1, False)
     model = Transformer(spec)
     attention = PackedAttention([T])
     model.init_weights(torch.Generator())

@@ -113,11 +113,13 @@ class OffsetNorm(RMSNorm):
 
     def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         total = x_TD if delta_TD is None else x_TD + delta_TD
-        return total, self.normalize(total)
+        return total, offset_norm(total, self.weight, self.offset, self.eps)
 
-    def normalize(self, x: Tensor) -> Tensor:
-        scale = self.weight.float() + self.offset
-        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+def offset_norm(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+    """Return x / rms(x) * (weight + offset) over the last dimension, computed in float32."""
+    scale = weight.float() + offset
+    return F.rms_norm(x.float(), scale.shape, scale, eps).to(x.dtype)
 
 
 def make_norm(size: int, spec: ModelSpec) -> RMSNorm:
@@ -186,9 +188,8 @@ class GeneralSelfAttention(SelfAttention):
         """Return the norm over groups of as many numbers as the weight has."""
         if weight is None:
             return x_TO
-        parts = x_TO.unflatten(1, (-1, len(weight))).float()
-        scale = weight.float() + self.offset
-        return F.rms_norm(parts, scale.shape, scale, self.eps).to(x_TO.dtype).flatten(1)
+        parts = x_TO.unflatten(1, (-1, len(weight)))
+        return offset_norm(parts, weight, self.offset, self.eps).flatten(1)
 
 
 def _norm_widths(spec: ModelSpec) -> tuple[int | None, int | None]:

@@ -29,8 +29,16 @@ class MixerState:
     recurrent: dict[int, Tensor] = field(default_factory=dict)
 
     @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.convolution.values(), *self.recurrent.values()]
+
+    @property
     def nbytes(self) -> int:
-        return sum(x.nbytes for x in (*self.convolution.values(), *self.recurrent.values()))
+        return sum(x.nbytes for x in self.tensors)
+
+    @property
+    def sequence_count(self) -> int:
+        return len(self.tensors[0])
 
     def row(self, index: int) -> "MixerState":
         """Return the state of one sequence."""

@@ -14,7 +14,7 @@ import sys
 ALLOW = "allow_code_on_this_machine"
 LIMIT = "limit"  # most tasks to load; of an endless taskset ENDLESS_TASKS
 ENDLESS_TASKS = 1000
-KEY_VARIABLE = "HONE_POLICY_" + "KEY"
+KEY_VARIABLE = "HONE_POLICY_KEY"
 
 
 def build_config(name, arguments):

@@ -151,6 +151,8 @@ def _parse_own(config: Config, origin: str) -> ModelSpec:
         )
     try:
         fields = _parse_common_fields(text, family, origin) | family.parse(text, origin)
+        if "layers" not in fields:
+            fields["layers"] = dense.parse_full_layers(text, origin)
     except NotImplementedHere as error:
         raise NotImplementedHere(f"{error}{ALTERNATIVES_HINT}") from None
     except KeyError as error:
@@ -177,7 +179,7 @@ def _parse_own(config: Config, origin: str) -> ModelSpec:
 
 
 def _parse_common_fields(config: Config, family: Family, origin: str) -> dict[str, Any]:
-    """Return the fields as most families read them: a Llama block without windows."""
+    """Return the fields as most families read them, without the layers."""
     found = config.get("hidden_activation") or config.get("hidden_act")
     if found is not None and found != family.activation:
         raise NotImplementedHere(
@@ -194,9 +196,6 @@ def _parse_common_fields(config: Config, family: Family, origin: str) -> dict[st
         "num_key_value_heads": int(config.get("num_key_value_heads") or heads),
         "head_dim": dense.read_head_dim(config),
         "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
-        "layers": dense.parse_layers(
-            config, origin, [dense.FULL] * int(config["num_hidden_layers"])
-        ),
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "max_position_embeddings": int(config.get("max_position_embeddings", 32768)),
         "initializer_range": float(config.get("initializer_range", 0.02)),

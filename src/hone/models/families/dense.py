@@ -20,27 +20,24 @@ def read_head_dim(config: Config) -> int:
     return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
-def parse_layers(
-    config: Config, origin: str, kinds: list[str] | None = None, window: int | None = None
-) -> tuple[LayerAttention, ...]:
-    """Return the layers of a model whose rotation is the same, or differs by the kind of layer.
-
-    Args:
-        kinds: kind of each layer; None: as `layer_types` says, else full attention.
-        window: window of sliding layers; None: `sliding_window`.
-    """
+def parse_layers(config: Config, origin: str, kinds: list[str]) -> tuple[LayerAttention, ...]:
+    """Return the layers of a model whose rotation is the same, or differs by the kind of layer."""
     count = int(config["num_hidden_layers"])
-    kinds = kinds or list(config.get("layer_types") or [FULL] * count)
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown or len(kinds) != count:
         found = f"the kind {unknown[0]}" if unknown else f"{len(kinds)} kinds for {count} layers"
         raise NotImplementedHere(
             f"{origin}: layer_types with {found}; supported: {FULL}, {SLIDING}, one a layer"
         )
-    own_window = window or config.get("sliding_window")
-    windows = {FULL: None, SLIDING: int(own_window) if own_window else None}
+    window = config.get("sliding_window")
+    windows = {FULL: None, SLIDING: int(window) if window else None}
     ropes = {kind: _parse_kind_rope(config, kind, origin) for kind in set(kinds)}
     return tuple(LayerAttention(ropes[kind], windows[kind]) for kind in kinds)
+
+
+def parse_full_layers(config: Config, origin: str) -> tuple[LayerAttention, ...]:
+    """Return layers that all have full attention."""
+    return parse_layers(config, origin, [FULL] * int(config["num_hidden_layers"]))
 
 
 def _parse_kind_rope(config: Config, kind: str, origin: str) -> Rope:
@@ -73,11 +70,11 @@ def parse_llama(config: Config, origin: str) -> Fields:
 
 def _parse_qwen_layers(config: Config, origin: str) -> tuple[LayerAttention, ...]:
     if not config.get("use_sliding_window"):
-        return parse_layers(config, origin, [FULL] * int(config["num_hidden_layers"]))
+        return parse_full_layers(config, origin)
     count = int(config["num_hidden_layers"])
     first = int(config.get("max_window_layers", 28))
     kinds = config.get("layer_types") or [SLIDING if i >= first else FULL for i in range(count)]
-    return parse_layers(config, origin, list(kinds), window=config.get("sliding_window", 4096))
+    return parse_layers({"sliding_window": 4096, **config}, origin, list(kinds))
 
 
 def parse_qwen3(config: Config, origin: str) -> Fields:
