@@ -30,7 +30,7 @@ GPU = {key: QWEN3_06B[key] for key in CPU}
 SHAPE = {"max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = {"sliding_window": 512}
 PROMPT, COMPLETION = 64, 64
-PACKED = 16  # sequences of a training step
+PACKED = {"cpu": 16, "cuda": 64}  # sequences of a training step
 
 
 def measure(kind: str, sequences: int, rounds: int) -> Iterator[dict]:
@@ -61,12 +61,12 @@ def measure(kind: str, sequences: int, rounds: int) -> Iterator[dict]:
             spec = parse_model_config(described, implementation=implementation)
             models[implementation] = load_model(directory, dtype=dtype, device=device, spec=spec)
     generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(PROMPT, 4 * PROMPT, (PACKED,), generator=generator).tolist()
+    lengths = torch.randint(PROMPT, 4 * PROMPT, (PACKED[device],), generator=generator).tolist()
     prompts = torch.randint(3, shape["vocab_size"], (sequences, PROMPT), generator=generator)
     tokens = torch.randint(3, shape["vocab_size"], (sum(lengths),), generator=generator).to(device)
     attention = PackedAttention(lengths, device)
     positions = attention.token_positions()
-    owner = torch.repeat_interleave(torch.arange(PACKED), torch.tensor(lengths)).to(device)
+    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
     causal = torch.ones(2 * [len(owner)], device=device).tril().bool()
     mask = ((owner[:, None] == owner[None]) & causal)[None, None]
     mask = {"full_attention": mask, "sliding_attention": mask} if "gemma" in kind else mask

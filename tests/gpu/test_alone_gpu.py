@@ -6,8 +6,15 @@ import torch
 
 from hone.kernels import gpu
 from hone.kernels import row_state as column
-from hone.kernels.decode import DecodeRows, attend_by_pages_reference
-from hone.kernels.norm_rope import norm_rope
+from hone.kernels.decode import (
+    AttentionForm,
+    DecodeRows,
+    attend_by_pages_reference,
+    read_pages,
+)
+from hone.kernels.norm import offset_norm
+from hone.kernels.norm_rope import norm_rope, rotate
+from hone.models.attention_layouts import AttentionOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,6 +101,66 @@ def test_blocks_of_every_shape(H, K, E, with_norm, parts, processors, rows, widt
         close(decode(*heads, *cache, *where, None, divided, is_long, width), expected)
         torch.testing.assert_close(cache.float(), expected_cache, rtol=2e-2, atol=2e-2)
         assert not arrived.any()
+
+
+FORMS = {
+    "window": (AttentionForm(window=100), 128),
+    "short window": (AttentionForm(window=5), 128),
+    "long window": (AttentionForm(window=1000), 128),
+    "cap": (AttentionForm(cap=2.0, scale=0.3), 128),
+    "offset": (AttentionForm(norm_offset=1.0, window=64), 128),
+    "part of a head": (AttentionForm(), 96),
+    "growth": (AttentionForm(growth=0.5, growth_length=50), 128),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("parts, processors, rows", [(1, 1000, 8), (1, 1, 12), (8, 1000, 8)])
+def test_forms_of_attention(name, parts, processors, rows, monkeypatch):
+    from hone.kernels.gpu.decode import decode
+    from hone.kernels.gpu.decode_attention import Divided
+
+    monkeypatch.setattr(gpu, "processors", lambda: processors * parts)
+    form, rotated = FORMS[name]
+    heads, cache, where = made(16, 8, 128, rows, name != "part of a head")
+    (qkv, q_scale, k_scale, cos, sin, *rest) = heads
+    if rotated < 128:  # each half of a row has the same angles
+        cos, sin = cos[:, : rotated // 2], sin[:, 64 : 64 + rotated // 2]
+        cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    heads = (qkv, q_scale, k_scale, cos, sin, *rest)
+    expected, expected_cache = expected_of_form(heads, cache, where, form)
+    arrived = torch.zeros(rows * 8, dtype=torch.int32, device="cuda")
+    divided = None if parts == 1 else Divided(parts, arrived)
+    for is_long in (False, True):
+        found = decode(*heads, *cache, *where, None, divided, is_long, 1024, form)
+        close(found, expected)
+        torch.testing.assert_close(cache.float(), expected_cache, rtol=2e-2, atol=2e-2)
+
+
+def expected_of_form(heads, cache, where, form):
+    """As `expected_of`, for attention of that form."""
+    qkv, q_scale, k_scale, cos, sin, eps, H = heads
+    at = where[1][where[0], column.LENGTH]
+    q, k, v = qkv.float().split([H, k_heads(qkv, H), k_heads(qkv, H)], 1)
+    if q_scale is not None:
+        q, k = (offset_norm(x, s, form.norm_offset, eps) for x, s in ((q, q_scale), (k, k_scale)))
+    turn, width = (cos[at][:, None], sin[at][:, None]), cos.shape[1]
+    q, k = (torch.cat([rotate(x[..., :width], *turn), x[..., width:]], -1) for x in (q, k))
+    factors = 1 + form.growth * torch.log1p(torch.floor(at / form.growth_length))
+    cache = cache.float()
+    k_BLKE, v_BLKE, distance_BL = read_pages(k, v, *cache, DecodeRows(*where))
+    options = AttentionOptions(form.scale, form.window, form.cap)
+    out = options.attend(
+        (q * factors[:, None, None]).unsqueeze(2),
+        k_BLKE.transpose(1, 2),
+        v_BLKE.transpose(1, 2),
+        distance_BL[:, None, None],
+    )
+    return out.reshape(len(q), -1), cache
+
+
+def k_heads(qkv, H):
+    return (qkv.shape[1] - H) // 2
 
 
 def test_half_precision_of_the_other_kind():

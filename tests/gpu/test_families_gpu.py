@@ -37,6 +37,8 @@ def pair(request, tmp_path):
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.06)
     theirs.save_pretrained(tmp_path)
+    if kind == "lfm2" and not hasattr(transformers.Cache, "get_conv_state"):
+        pytest.skip("this transformers is too old for mixers")
     spec = parse_model_config(read_model_config(tmp_path), implementation=implementation)
     exact = load_model(tmp_path, spec=spec)
     return exact, load_model(tmp_path, spec=spec, dtype=torch.bfloat16, device="cuda")
@@ -44,6 +46,9 @@ def pair(request, tmp_path):
 
 def test_the_engine_s_logprobs_are_those_of_the_model(pair):
     exact, half = pair
+    kind = half.spec.config["model_type"] if hasattr(half.spec, "config") else ""
+    # Decode steps are CUDA graphs, except where modules make the host wait or have no kernel.
+    assert half.stays_on_device == (kind not in ("gpt_oss", "lfm2"))
     engine = Engine(half, max_batch_size=4, max_model_len=96, kv_cache_gib=0.2, prefill_tokens=32)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 256, (n,), generator=generator).tolist() for n in (50, 50, 9)]
@@ -55,7 +60,9 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
     for ids, completion in zip(prompts, engine.generate(requests), strict=True):
         expected = torch.tensor(score_sequence(exact, ids + completion.ids)[len(ids) - 1 :])
         difference = (torch.tensor(completion.logprobs) - expected).abs()
-        assert difference.mean() < 0.03 and difference.max() < 0.3
+        # With experts, rounding changes which of them a token goes through.
+        mean = 0.06 if kind == "gpt_oss" else 0.03
+        assert difference.mean() < mean and difference.max() < 10 * mean
 
 
 def test_gradients_of_shared_prompts_are_those_of_the_cpu(pair):

@@ -19,19 +19,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.experimental.gluon._runtime import GluonASTSource
-from hone.kernels import gpu
+from hone.kernels import decode, gpu
 from hone.kernels.gpu import compiling, decode_attention, few_row_products, row_kernels
 
 gpu.processors, gpu.shared_memory = lambda: 132, lambda: 227 * 2**10
 
 seen = []
-triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(3,)], found["cache_hit"]))
+triton.knobs.compilation.listener = lambda **found: seen.append((found["src"].constants[(4,)], found["cache_hit"]))
 kernel = row_kernels.swiglu_kernel
-names = dict(gate_up="*bf16", out="*bf16", F="i32", BLOCK="constexpr", PDL="constexpr")
+names = dict(gate_up="*bf16", out="*bf16", F="i32", GELU="constexpr", BLOCK="constexpr", PDL="constexpr")
 compiling.ALONE = 0  # others compile all
 
 def compiled(compilers, block):
-    source = ASTSource(kernel, names, {(3,): block, (4,): False}, {(0,): [["tt.divisibility", 16]]})
+    source = ASTSource(kernel, names, {(3,): False, (4,): block, (5,): False}, {(0,): [["tt.divisibility", 16]]})
     made = compilers.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4}, get_cache_invalidating_env_vars())
     assert made.asm["cubin"] and made.metadata.num_warps == 4
 
@@ -85,11 +85,19 @@ numbers |= dict.fromkeys(("active", "state", "table"), "*i64") | dict.fromkeys((
 numbers |= {"arrived": "*i32", "table_row": "i32"}
 shapes = ((16, 8, 128, 1, 8), (16, 8, 128, 1, 256), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048))
 shapes += ((32, 2, 256, 2, 2), (40, 1, 64, 1, 2))
+forms = {
+    shapes[0]: decode.AttentionForm(window=512, norm_offset=1.0),
+    shapes[2]: decode.AttentionForm(growth=0.1, growth_length=4096),
+    shapes[4]: decode.AttentionForm(window=4096, cap=50.0),
+}
 for H, K, E, parts, count in shapes:
+    form = forms.get((H, K, E, parts, count), decode.PLAIN_FORM)
+    rotated = E * 3 // 4 if form.growth else E
     C = gpu.power_of_2(H // K)
     cut = decode_attention.blocks_of(count, 1, 1024, C, E, False)._asdict()
     registers = cut.pop("maxnreg")
-    sizes = dict(H=H, K=K, E=E, PAGE=64, C=C, PARTS=parts, NORM=True, SHARE=44)
+    sizes = dict(H=H, K=K, E=E, PAGE=64, C=C, PARTS=parts, NORM=True, ROT=rotated, SHARE=44)
+    sizes |= form.constants()
     ptx = in_gluon(decode_attention.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
     assert all(name in ptx for name in ("mma.sync", "cp.async.cg.shared.global", "ldmatrix"))
 print("done")

@@ -16,11 +16,11 @@ pytest.importorskip("triton")
 
 from hone.engine.slots import Slots
 from hone.engine.token_sampler import draw_reference, filter_thresholds
-from hone.kernels import numerics
+from hone.kernels import norm, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
 from hone.kernels.flat_attention import Sequences
-from hone.kernels.norm import add_norm_reference
+from hone.kernels.norm import add_norm_reference, offset_norm
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
 from hone.models import ops
@@ -54,6 +54,50 @@ def test_add_norm(parts):
         add_norm(x, delta, weight, 1e-6), add_norm_reference(x, delta, weight, 1e-6), strict=True
     ):
         close(one, two)
+
+
+@pytest.mark.parametrize("parts", [0, 1, 3])
+@pytest.mark.parametrize("has_after, has_before", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("factor, offset", [(1.0, 0.0), (0.25, 1.0)])
+def test_add_branch(parts, has_after, has_before, factor, offset):
+    from hone.kernels.gpu.row_kernels import add_branch
+
+    x, after, before = (torch.randn(*shape, device=DEVICE) for shape in ((5, 48), (48,), (48,)))
+    delta = torch.randn(max(parts, 1), 5, 48, device=DEVICE)
+    total = x
+    if parts:
+        branch = delta.sum(0)
+        branch = offset_norm(branch, after, offset, 1e-6) if has_after else branch
+        total = x + factor * branch
+    expected = offset_norm(total, before, offset, 1e-6) if has_before else total
+    found = add_branch(
+        x,
+        None if parts == 0 else delta[0] if parts == 1 else delta,
+        after if has_after else None,
+        factor,
+        before if has_before else None,
+        offset,
+        1e-6,
+    )
+    close(found[0], total)
+    close(found[1], expected)
+
+
+def test_norms_of_whole_projections():
+    from hone.kernels.gpu.row_kernels import normalize_projections
+
+    qkv, q, k = torch.randn(5, 48 + 2 * 24, device=DEVICE), torch.rand(48), torch.rand(24)
+    q, k = q.to(DEVICE), k.to(DEVICE)
+    expected = norm.normalize_projections(qkv, q, k, 1e-6)
+    close(normalize_projections(qkv.clone(), q, k, 1e-6), expected)
+
+
+def test_geglu():
+    from hone.kernels.gpu.row_kernels import swiglu
+
+    x = 3 * torch.randn(3, 160, device=DEVICE)
+    gate, up = x.chunk(2, 1)
+    close(swiglu(x, is_gelu=True), F.gelu(gate, approximate="tanh") * up)
 
 
 def test_embeddings_of_the_newest_tokens():
@@ -355,7 +399,11 @@ def test_the_longest_sequence_says_whether_a_step_has_long_ones(monkeypatch):
     monkeypatch.setattr(gpu, "processors", lambda: 132)
     monkeypatch.setattr(gpu, "shared_memory", lambda: 227 * 2**10)
     spec = SimpleNamespace(
-        num_attention_heads=16, num_key_value_heads=8, hidden_size=1024, head_dim=128
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        hidden_size=1024,
+        head_dim=128,
+        shares_pages=True,
     )
     decoder = SimpleNamespace(
         slots=SimpleNamespace(device=DEVICE),

@@ -164,13 +164,13 @@ class DecodeAttention:
         return int(self.rows.state[self.rows.active_B, row_state.LENGTH].max()) + 1
 
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
+        options = heads.options
+        has_kernel = options is None or options.sinks_H is None
+        if has_kernel and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
+            return self._attend_on_gpu(layer, qkv_BNE, heads)
         keys, values = self.cache.store[layer]
         rows = self.rows
-        is_on_gpu = gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2])
-        if is_on_gpu and heads.options is None:
-            return self._attend_on_gpu(layer, qkv_BNE, heads)
         q, k, v = heads(qkv_BNE)
-        options = heads.options
         if options is not None:
             q, options = options.reduce_to_plain(q, self.longest)
         if options is not None:
@@ -182,8 +182,6 @@ class DecodeAttention:
                 distance_BL[:, None, None],
             )
             return out_BH1E.reshape(len(q), -1)
-        if is_on_gpu:
-            return self._attend_on_gpu(layer, torch.cat([q, k, v], 1), heads.without_changes())
         attend = attend_by_pages if takes_pages(q) else attend_by_pages_reference
         return attend(q, k, v, keys, values, rows)
 
@@ -213,4 +211,5 @@ class DecodeAttention:
             rows.divided,
             rows.is_long,
             self.cache.hidden_size,
+            heads.form,
         )

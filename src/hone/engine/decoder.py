@@ -80,15 +80,7 @@ class Decoder:
             )
         attention = DecodeAttention(self.cache, rows, self.adapters)
         with self.adapters.used_by(state[active_B, column.ADAPTER] if has_adapters else None):
-            if self.stays_on_device:
-                from hone.kernels.gpu.row_kernels import newest_embeddings
-
-                x_BD = newest_embeddings(self.model.embed.weight, active_B, state)
-                hidden_BD = self.model.forward_embedded(x_BD, None, attention)
-            else:
-                state_BF = state[active_B]
-                newest_B, positions_B = state_BF[:, column.LAST], state_BF[:, column.LENGTH]
-                hidden_BD = self.model(newest_B, positions_B, attention)
+            hidden_BD = self.model.forward_newest(active_B, state, attention)
         if self.cache.routing is not None:
             size = self.cache.pool.size
             length_B = state[active_B, column.LENGTH]

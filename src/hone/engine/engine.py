@@ -134,7 +134,8 @@ class Engine:
         self.packed = self.decoder.packed
         self.captured = Captured(stand_in) if self.decoder.stays_on_device else None
         # Captured passes use torch's attention, which sums in another order.
-        captured = None if numerics.keeps_order("attention") else self.captured
+        is_captured = model.prefills_on_device and not numerics.keeps_order("attention")
+        captured = self.captured if is_captured else None
         self.prefill = Prefill(model, self.cache, self.adapters, captured)
         self.graphs = (
             DecodeGraphs(self.decoder, self.captured, max_batch_size)

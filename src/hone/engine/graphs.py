@@ -74,7 +74,9 @@ class DecodeGraphs:
         self.captured = captured
         self.most_rows = most_rows
         self.slots = decoder.slots
-        self.heads = decoder.model.spec.num_key_value_heads
+        spec = decoder.model.spec
+        self.heads = spec.num_key_value_heads
+        self.can_share = spec.shares_pages
         self.shared: dict[tuple[int, int], Shared] = {}
         self.arrived = torch.zeros(
             (most_rows + 1) * self.heads, dtype=torch.int32, device=self.slots.device
@@ -146,7 +148,7 @@ class DecodeGraphs:
         from hone.kernels.gpu.decode import MEMBERS
 
         # Each sequence reads all of its tokens.
-        if numerics.keeps_order("attention"):
+        if numerics.keeps_order("attention") or not self.can_share:
             return []
         size = self.decoder.cache.pool.size
         heads = self.heads

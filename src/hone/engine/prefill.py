@@ -119,9 +119,7 @@ class Prefill:
         model = self.model  # local name, to avoid a reference cycle through the graph
 
         def forward() -> Tensor:
-            return model.forward_embedded(
-                model.embed(inputs.tokens_T), inputs.positions_T, attention, inputs.kept_N
-            )
+            return model(inputs.tokens_T, inputs.positions_T, attention, inputs.kept_N)
 
         self.captured.capture(shape, forward)
 
@@ -204,7 +202,11 @@ class _Inputs:
         options: AttentionOptions | None,
     ) -> Tensor:
         longest = self.shape.longest
-        return flash_varlen(q, k, v, self.ends, self.ends, longest, longest).flatten(1)
+        window = None
+        if options is not None:
+            q, options = options.reduce_to_plain(q, longest)
+            window = None if options is None else options.window
+        return flash_varlen(q, k, v, self.ends, self.ends, longest, longest, window).flatten(1)
 
     def fill_inputs(
         self,
@@ -268,7 +270,8 @@ class PrefillAttention:
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
-        if heads.rotation is not None and gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]):
+        has_kernel = gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]) and heads.is_plain
+        if heads.rotation is not None and has_kernel:
             from hone.kernels.gpu import row_kernels
 
             tables = (heads.rotation.cos_PE, heads.rotation.sin_PE, self.positions_T)

@@ -40,6 +40,27 @@ def add_norm_reference(
     return total, F.rms_norm(total, total.shape[-1:], weight_D, eps)
 
 
+def offset_norm(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
+    """Return x / rms(x) * (weight + offset) over the last dimension, computed in float32."""
+    scale = weight.float() + offset
+    return F.rms_norm(x.float(), scale.shape, scale, eps).to(x.dtype)
+
+
+def normalize_projections(qkv_TO: Tensor, q_scale: Tensor, k_scale: Tensor, eps: float) -> Tensor:
+    """Return q, k and v side by side as given, with q and k normalized over their whole widths.
+
+    The widths are those of the scales. Without gradients on a GPU the input is overwritten.
+    """
+    if gpu.takes(qkv_TO):
+        from hone.kernels.gpu import row_kernels
+
+        return row_kernels.normalize_projections(qkv_TO, q_scale, k_scale, eps)
+    q, k = len(q_scale), len(k_scale)
+    q_TO, k_TO, v_TO = qkv_TO.split([q, k, qkv_TO.shape[1] - q - k], 1)
+    normed = (offset_norm(q_TO, q_scale, 0.0, eps), offset_norm(k_TO, k_scale, 0.0, eps))
+    return torch.cat([*normed, v_TO], 1)
+
+
 def _forward(
     x: Tensor, delta: Tensor | None, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -28,6 +28,16 @@ def linear_swiglu(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Ten
     return swiglu(linear(x_TI, weight_OI, bias_O))
 
 
+def geglu(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, T x F, of gate_up T x 2F, with gelu in its tanh form."""
+    if gpu.takes(gate_up):
+        from hone.kernels.gpu import row_kernels
+
+        return row_kernels.swiglu(gate_up, is_gelu=True)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh") * up
+
+
 def swiglu_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

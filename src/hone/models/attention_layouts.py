@@ -29,8 +29,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels import gpu, numerics
+from hone.kernels.decode import AttentionForm
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
+from hone.kernels.norm import offset_norm
 from hone.kernels.norm_rope import norm_rope, rotate
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import put_rows, take_rows
@@ -71,12 +73,13 @@ class Rotation:
     @cached_property
     def query_factors_T11(self) -> Tensor | float:
         """Return the factor of each token's queries, which grows past the original length."""
-        rope = self.rope
-        if rope is None or not rope.query_growth or rope.original_length is None:
+        growth = None if self.rope is None else self.rope.growth
+        if growth is None:
             return 1.0
         assert self.positions_T is not None
-        times_T = torch.floor(self.positions_T / rope.original_length)
-        factors_T = 1.0 + rope.query_growth * torch.log1p(times_T)
+        factor, original_length = growth
+        times_T = torch.floor(self.positions_T / original_length)
+        factors_T = 1.0 + factor * torch.log1p(times_T)
         return factors_T.to(self.cos_PE.dtype)[:, None, None]
 
     @cached_property
@@ -172,7 +175,8 @@ class Heads:
     """Split a layer's fused projection, T x (H + 2K) x E, into q, k and v.
 
     q and k are normalized per head, then rotated by position; without `rotation` they are taken as
-    they are.
+    they are. `norm_offset` is added to the scales, in float32. `is_plain` is False with an offset,
+    with rotation of a part of each head, and with queries that grow with the position.
     """
 
     H: int
@@ -181,6 +185,16 @@ class Heads:
     eps: float
     rotation: Rotation | None
     options: AttentionOptions | None = None
+    norm_offset: float = 0.0
+    is_plain: bool = True
+
+    @property
+    def form(self) -> AttentionForm:
+        """Return what GPU kernels of a decode step are told of these heads and their attention."""
+        options = self.options or AttentionOptions()
+        rope = None if self.rotation is None else self.rotation.rope
+        growth = (None if rope is None else rope.growth) or (0.0, 1)
+        return AttentionForm(options.scale, options.window, options.cap, self.norm_offset, *growth)
 
     def without_changes(self) -> "Heads":
         """Return the heads of a projection whose q and k are normalized and rotated already."""
@@ -192,8 +206,18 @@ class Heads:
             rest = (qkv_TNE.shape[1] - self.H) // 2
             q, k, v = qkv_TNE.split([self.H, rest, rest], 1)
             return q, k, v
-        turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
-        return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
+        if self.is_plain:
+            turn = (self.rotation.cos_T1E, self.rotation.sin_T1E)
+            return norm_rope(qkv_TNE, self.q_scale_E, self.k_scale_E, *turn, self.eps, self.H)
+        rest = (qkv_TNE.shape[1] - self.H) // 2
+        q, k, v = qkv_TNE.split([self.H, rest, rest], 1)
+        if self.q_scale_E is not None and self.k_scale_E is not None:
+            q, k = (
+                offset_norm(x, scale_E, self.norm_offset, self.eps)
+                for x, scale_E in ((q, self.q_scale_E), (k, self.k_scale_E))
+            )
+        q = self.rotation.rotate_heads(q) * self.rotation.query_factors_T11
+        return q, self.rotation.rotate_heads(k), v
 
 
 class FlatAttention:
@@ -320,9 +344,11 @@ class PackedAttention(FlatAttention):
         has_positions = heads.rotation is None or heads.rotation.positions_T is not None
         if not (wants_kernel and has_positions and gpu.trains_model(qkv_TNE, qkv_TNE.shape[2])):
             return self.attend(*heads(qkv_TNE), heads.options)
-        if heads.options is not None:
+        if heads.options is not None or not heads.is_plain:
             q_THE, k_TKE, v_TKE = heads(qkv_TNE)
-            q_THE, options = heads.options.reduce_to_plain(q_THE, self.longest)
+            options = heads.options
+            if options is not None:
+                q_THE, options = options.reduce_to_plain(q_THE, self.longest)
             if options is not None:
                 return self.attend(q_THE, k_TKE, v_TKE, options)
             qkv_TNE, heads = torch.cat([q_THE, k_TKE, v_TKE], 1), heads.without_changes()

@@ -8,8 +8,9 @@ the attention object of the pass, as `Transformer` does. So packed sequences, sh
 KV cache work as for Hone's own models. Linears of the layers become Hone's, for adapters.
 """
 
+import logging
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hone.kernels import gpu
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
 from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config
 from hone.models.language_model import LanguageModel
@@ -24,6 +26,7 @@ from hone.models.layers import Attention, Linear
 from hone.models.mixers import Mixer, find_mixers, make_mixer
 from hone.models.spec import ModelSpec
 
+log = logging.getLogger("hone")
 ATTENTION_NAME = "hone"  # of the attention function in transformers
 CHECKED_TOKENS = 8  # of each sequence in `refuse_unsupported`
 # Between equal rows of two passes, as a share of the largest number; bfloat16 rounds to 0.4 %.
@@ -61,6 +64,25 @@ class _CheckedAttention:
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         self.sizes.append(((qkv_TNE.shape[1] - heads.H) // 2, qkv_TNE.shape[2]))
         return self.attention(layer, qkv_TNE, heads)
+
+
+class _TrialAttention:
+    """Attention that returns zeros and records what decoding on a GPU has to support."""
+
+    def __init__(self) -> None:
+        self.has_kernels = True
+        self.has_caps = False
+
+    def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
+        options = heads.options or AttentionOptions()
+        has_sinks = options.sinks_H is not None
+        self.has_kernels &= gpu.takes_heads(qkv_TNE.shape[2]) and not has_sinks
+        self.has_caps |= options.cap is not None
+        return qkv_TNE.new_zeros(len(qkv_TNE), heads.H * qkv_TNE.shape[2])
+
+    def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
+        self.has_kernels = False
+        return torch.zeros_like(x_TD)
 
 
 class HFModel(LanguageModel):
@@ -151,6 +173,40 @@ class HFModel(LanguageModel):
         out = self.whole.get_decoder()(input_ids=tokens_T[None], **keys)
         hidden_TD: Tensor = out.last_hidden_state[0] * self.logit_factor
         return hidden_TD if keep_N is None else hidden_TD.index_select(0, keep_N)
+
+    @property
+    def stays_on_device(self) -> bool:
+        return self._trial is not None
+
+    @property
+    def prefills_on_device(self) -> bool:
+        return self._trial is not None and not self._trial.has_caps
+
+    @cached_property
+    @torch.no_grad()
+    def _trial(self) -> _TrialAttention | None:
+        """Attention of a pass over two tokens, if the pass made the host wait for nothing, else None."""
+        weight = self.embed.weight
+        if not gpu.has_kernels(weight):
+            return None
+        attention = _TrialAttention()
+        ids, positions = torch.arange(4, device=weight.device).chunk(2)
+        self(ids, positions, attention)  # tables are made once
+        torch.cuda.synchronize()
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            self(ids, positions, attention)
+        except RuntimeError as error:
+            log.info(
+                "Decode steps of %s are not CUDA graphs: %s",
+                type(self.whole).__name__,
+                str(error).splitlines()[0],
+            )
+            return None
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return attention if attention.has_kernels else None
 
     def read_converted(self, directory: Path) -> dict[str, Tensor]:
         """Return weights as transformers reads them, which for example stacks a block's experts."""
@@ -316,7 +372,6 @@ def _mix_tokens(
 
 def _register_attention() -> None:
     from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
 
+    # Without a mask function of this name transformers makes no masks.
     AttentionInterface.register(ATTENTION_NAME, attend_heads)
-    AttentionMaskInterface.register(ATTENTION_NAME, lambda *args, **kwargs: None)

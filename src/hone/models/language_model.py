@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hone.kernels import row_state
 from hone.kernels.head import cap_logits
 from hone.kernels.linear import linear
 from hone.models.layers import Attention
@@ -86,18 +87,13 @@ class LanguageModel(nn.Module):
     def refuse_unsupported(self) -> None:
         """Raise ValueError if a pass of this model would not be what its config.json says."""
 
-    def forward_embedded(
-        self,
-        x_TD: Tensor,
-        positions_T: Tensor | None,
-        attend: Attention,
-        keep_N: Tensor | None = None,
-    ) -> Tensor:
-        """Run `forward` on embedded tokens, for models that stay on the device.
+    def forward_newest(self, active_B: Tensor, state: Tensor, attend: Attention) -> Tensor:
+        """Run `forward` on the newest token of each active row of the state matrix, B x D.
 
-        Positions may be omitted if `attend` knows them.
+        `row_state.py` has the columns of `state`.
         """
-        raise NotImplementedError
+        state_BF = state[active_B]
+        return self(state_BF[:, row_state.LAST], state_BF[:, row_state.LENGTH], attend)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw new weights."""
@@ -107,6 +103,11 @@ class LanguageModel(nn.Module):
     def stays_on_device(self) -> bool:
         """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
         return False
+
+    @property
+    def prefills_on_device(self) -> bool:
+        """Return True if a pass over whole prompts needs no host work either."""
+        return self.stays_on_device
 
     @property
     def state_bytes(self) -> int:

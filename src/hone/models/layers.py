@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.kernels.linear import linear
-from hone.kernels.norm import add_norm
-from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.kernels.norm import add_norm, normalize_projections, offset_norm
+from hone.kernels.swiglu import geglu, swiglu, swiglu_reference
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.mixers import Mixer
@@ -116,10 +116,25 @@ class OffsetNorm(RMSNorm):
         return total, offset_norm(total, self.weight, self.offset, self.eps)
 
 
-def offset_norm(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
-    """Return x / rms(x) * (weight + offset) over the last dimension, computed in float32."""
-    scale = weight.float() + offset
-    return F.rms_norm(x.float(), scale.shape, scale, eps).to(x.dtype)
+def add_branch(
+    x_TD: Tensor,
+    parts: Tensor,
+    norm_after: RMSNorm | None,
+    factor: float,
+    norm: RMSNorm | None,
+) -> tuple[Tensor, Tensor]:
+    """Return total = x + factor * norm_after(sum of parts), and norm(total), by a GPU kernel.
+
+    Without gradients. Norms may be None; without `norm` the total is returned twice. `parts` is
+    T x D, or S x T x D.
+    """
+    from hone.kernels.gpu import row_kernels
+
+    one = norm_after or norm
+    offset = getattr(one, "offset", 0.0)
+    eps = 0.0 if one is None else one.eps
+    after, before = (None if each is None else each.weight for each in (norm_after, norm))
+    return row_kernels.add_branch(x_TD, parts, after, factor, before, offset, eps)
 
 
 def make_norm(size: int, spec: ModelSpec) -> RMSNorm:
@@ -131,7 +146,8 @@ def make_norm(size: int, spec: ModelSpec) -> RMSNorm:
 class SelfAttention(nn.Module):
     """Fused projection to q, k and v, attention, and output projection.
 
-    Kernels normalize q and k per head and rotate them.
+    Attention kernels normalize q and k per head and rotate them; norms over the whole projection
+    come before.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -141,9 +157,12 @@ class SelfAttention(nn.Module):
         self.eps = spec.rms_norm_eps
         self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
         self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
-        widths = _norm_widths(spec)
+        self.norm_offset = spec.block.norm_offset
+        self.normalizes_whole = spec.qk_norm == "whole"
+        self.has_plain_heads = spec.has_plain_heads
         self.q_norm, self.k_norm = (
-            None if width is None else nn.Parameter(torch.ones(width)) for width in widths
+            None if width is None else nn.Parameter(torch.full((width,), 1.0 - self.norm_offset))
+            for width in _norm_widths(spec)
         )
         options = AttentionOptions(
             spec.attention_scale, spec.layers[layer].window, spec.attention_cap
@@ -153,43 +172,22 @@ class SelfAttention(nn.Module):
     def mix_heads(
         self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
     ) -> Tensor:
+        norms = (self.q_norm, self.k_norm)
+        if self.normalizes_whole:
+            assert self.q_norm is not None and self.k_norm is not None
+            qkv_TO = normalize_projections(qkv_TO, self.q_norm, self.k_norm, self.eps)
+            norms = (None, None)
         qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
-        norms = (self.q_norm, self.k_norm, self.eps)
-        return attend(layer, qkv_TNE, Heads(self.heads, *norms, rotation, self.options))
-
-
-class GeneralSelfAttention(SelfAttention):
-    """Attention for norms or rotations of q and k that the kernels do not support.
-
-    Norms over the whole projection or with an offset of the weight, rotation of a part of a head,
-    queries that grow with the position.
-    """
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        self.offset = spec.block.norm_offset
-        for weight in (self.q_norm, self.k_norm):
-            if weight is not None:
-                nn.init.constant_(weight, 1.0 - self.offset)
-
-    def mix_heads(
-        self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
-    ) -> Tensor:
-        rest = (qkv_TO.shape[1] - self.heads * self.head_dim) // 2
-        q_TO, k_TO, v_TO = qkv_TO.split([self.heads * self.head_dim, rest, rest], 1)
-        q_TO, k_TO = self._normalize(q_TO, self.q_norm), self._normalize(k_TO, self.k_norm)
-        q_THE, k_TKE, v_TKE = (x.unflatten(1, (-1, self.head_dim)) for x in (q_TO, k_TO, v_TO))
-        q_THE = rotation.rotate_heads(q_THE) * rotation.query_factors_T11
-        qkv_TNE = torch.cat([q_THE, rotation.rotate_heads(k_TKE), v_TKE], 1)
-        heads = Heads(self.heads, None, None, self.eps, None, self.options)
+        heads = Heads(
+            self.heads,
+            *norms,
+            self.eps,
+            rotation,
+            self.options,
+            self.norm_offset,
+            self.has_plain_heads,
+        )
         return attend(layer, qkv_TNE, heads)
-
-    def _normalize(self, x_TO: Tensor, weight: Tensor | None) -> Tensor:
-        """Return the norm over groups of as many numbers as the weight has."""
-        if weight is None:
-            return x_TO
-        parts = x_TO.unflatten(1, (-1, len(weight)))
-        return offset_norm(parts, weight, self.offset, self.eps).flatten(1)
 
 
 def _norm_widths(spec: ModelSpec) -> tuple[int | None, int | None]:
@@ -211,10 +209,7 @@ class MLP(nn.Module):
 
     def gate(self, gate_up_T2F: Tensor) -> Tensor:
         """Return the activated gate times the other half, T x F."""
-        if self.activation == "silu":
-            return swiglu(gate_up_T2F)
-        gate, up = gate_up_T2F.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh") * up
+        return swiglu(gate_up_T2F) if self.activation == "silu" else geglu(gate_up_T2F)
 
 
 class Experts(nn.Module):

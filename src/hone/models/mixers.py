@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+MIXER_VERSION = "5.21"  # the first whose mixers continue from a state with several tokens
 # Names that transformers' mixers give their cache.
 CACHE_NAMES = ("cache_params", "past_key_values")
 
@@ -115,6 +116,12 @@ def find_mixers(layer: nn.Module) -> list[nn.Module]:
 
 def make_mixer(module: nn.Module) -> Mixer:
     """Return the computation of a transformers module as a Mixer. Raises ValueError."""
+    import transformers
+
+    if not hasattr(transformers.Cache, "get_conv_state"):
+        raise ValueError(
+            f"{type(module).__name__} needs transformers {MIXER_VERSION} or later, found {transformers.__version__}"
+        )
     forward = module.forward
     known = inspect.signature(forward).parameters
     name = next((name for name in CACHE_NAMES if name in known), None)

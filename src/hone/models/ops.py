@@ -9,6 +9,7 @@ exact). An operation gets the residual stream and a pending delta: the output of
 operation, which the next norm adds to the stream.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,27 @@ from hone.kernels.linear import few_linear, few_linear_onto, is_multiplied_here,
 from hone.kernels.row_gather import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu
 from hone.models.attention_layouts import PackedAttention, Rotation
-from hone.models.layers import MLP, Attention, Linear, RMSNorm, SelfAttention
+from hone.models.layers import MLP, Attention, Linear, RMSNorm, SelfAttention, add_branch
 
-# What is still to be added to the residual stream: a tensor, its parts, or None; a `Scaled` is the
-# norm of a stream that is complete.
-Pending = Tensor | gpu.Scaled | None
+
+@dataclass(frozen=True)
+class Branch:
+    """Output of attention or MLP that is still to be normalized and scaled.
+
+    Attributes:
+        parts: T x D, or S x T x D, S parts to be summed.
+        norm: norm of the sum; None: none.
+        factor: factor of what is added to the residual stream.
+    """
+
+    parts: Tensor
+    norm: RMSNorm | None
+    factor: float
+
+
+# What is still to be added to the residual stream: a tensor, its parts, a `Branch`, or None; a
+# `Scaled` is the norm of a stream that is complete.
+Pending = Tensor | Branch | gpu.Scaled | None
 Following = tuple[RMSNorm, nn.Module]  # the next norm, and the layer that takes its output
 
 
@@ -40,7 +57,7 @@ class Ops:
         self, norm: RMSNorm, layer: Linear, x_TD: Tensor, delta: Pending
     ) -> tuple[Tensor, Tensor]:
         """Return x + delta, and the projection of the normalized sum by `layer`."""
-        assert not isinstance(delta, gpu.Scaled)
+        assert not isinstance(delta, gpu.Scaled | Branch)
         total_TD, normed_TD = norm(x_TD, delta)
         return total_TD, self.linear(layer, normed_TD)
 
@@ -76,9 +93,28 @@ class Ops:
         """
         if isinstance(layer, MLP):
             return self.mlp(norm, layer, x_TD, delta, following)
-        assert not isinstance(delta, gpu.Scaled)
+        assert not isinstance(delta, gpu.Scaled | Branch)
         x_TD, normed_TD = norm(x_TD, delta)
         return x_TD, layer(normed_TD)
+
+    def project_branch(
+        self, layer: Linear, x_TI: Tensor, norm: RMSNorm | None, factor: float
+    ) -> Tensor | Branch:
+        """Return factor * norm(projection of `x_TI` by `layer`) as pending delta."""
+        branch_TD = self.linear(layer, x_TI)
+        if norm is not None:
+            branch_TD = norm(branch_TD, None)[1]
+        return branch_TD if factor == 1.0 else branch_TD * factor
+
+    def add_normed(
+        self, norm: RMSNorm | None, x_TD: Tensor, delta: Pending
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + delta, and its norm if there is one, else the sum twice."""
+        assert not isinstance(delta, gpu.Scaled | Branch)
+        if norm is not None:
+            return norm(x_TD, delta)
+        total_TD = x_TD if delta is None else x_TD + delta
+        return total_TD, total_TD
 
     def fused_block(
         self,
@@ -110,7 +146,7 @@ class CpuOps(Ops):
     ) -> tuple[Tensor, Pending] | None:
         if not isinstance(attend, PackedAttention) or not self.can_fuse(block, x_TD, keep_N):
             return None
-        assert not isinstance(delta, gpu.Scaled)
+        assert not isinstance(delta, gpu.Scaled | Branch)
         own: SelfAttention = block.attention  # type: ignore[assignment]
         mlp: MLP = block.mlp  # type: ignore[assignment]
         before: RMSNorm = block.attention_norm  # type: ignore[assignment]
@@ -139,6 +175,7 @@ class CpuOps(Ops):
             and cpu.takes(x_TD)
             and own.q_norm is not None
             and own.options is None
+            and own.has_plain_heads
             and takes_heads(own.head_dim)
             and isinstance(block.mlp, MLP)
             and all(p.requires_grad for p in block.parameters())
@@ -164,6 +201,7 @@ class GpuOps(Ops):
     ) -> tuple[Tensor, Tensor]:
         if isinstance(delta, gpu.Scaled):
             return x_TD, few_linear(delta, layer.weight, layer.bias)
+        assert not isinstance(delta, Branch)
         if gpu.trains(x_TD) and layer.is_plain:
             return norm_linear(x_TD, delta, norm.weight, norm.eps, *self._weights(layer))
         return super().norm_linear(norm, layer, x_TD, delta)
@@ -195,6 +233,22 @@ class GpuOps(Ops):
             return x_TD, swiglu_linear(gate_up_T2F, *self._weights(mlp.down))
         return self.linear_onto(mlp.down, x_TD, swiglu(gate_up_T2F), following)
 
+    def project_branch(
+        self, layer: Linear, x_TI: Tensor, norm: RMSNorm | None, factor: float
+    ) -> Tensor | Branch:
+        if not gpu.takes(x_TI) or (norm is not None and _is_sharded(norm)):
+            return super().project_branch(layer, x_TI, norm, factor)
+        if layer.delta is not None:
+            return Branch(self.linear(layer, x_TI), norm, factor)
+        return Branch(linear_parts(x_TI, layer.weight, layer.bias), norm, factor)
+
+    def add_normed(
+        self, norm: RMSNorm | None, x_TD: Tensor, delta: Pending
+    ) -> tuple[Tensor, Tensor]:
+        if not isinstance(delta, Branch):
+            return super().add_normed(norm, x_TD, delta)
+        return add_branch(x_TD, delta.parts, delta.norm, delta.factor, norm)
+
 
 class ExactOps(GpuOps):
     """GPU kernels with a fixed order of summation: the same bits in sampling and training.
@@ -215,11 +269,14 @@ class ExactOps(GpuOps):
 def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
     """Return True if the next layer accepts a `Scaled`: a norm not yet divided by rms(x)."""
     norm, layer = following
-    # Ranks shard a norm's weight, and gather it for its own block only.
-    is_sharded = hasattr(norm.weight, "to_local")
-    if not isinstance(layer, Linear) or layer.delta is not None or is_sharded:
+    if not isinstance(layer, Linear) or layer.delta is not None or _is_sharded(norm):
         return False
     return gpu.is_few(stream_TD, layer.weight)
+
+
+def _is_sharded(norm: RMSNorm) -> bool:
+    """Return True if ranks shard a norm's weight; it is then gathered for its own block only."""
+    return hasattr(norm.weight, "to_local")
 
 
 TORCH = Ops()

@@ -137,6 +137,13 @@ class Rope:
     def original_length(self) -> int | None:
         return None if self.scaling is None else self.scaling.original_length
 
+    @property
+    def growth(self) -> tuple[float, int] | None:
+        """Return `query_growth` and the original length if queries grow, else None."""
+        if not self.query_growth or self.original_length is None:
+            return None
+        return self.query_growth, self.original_length
+
 
 def parse_rope(keys: dict[str, Any], config: dict[str, Any], head_dim: int, origin: str) -> Rope:
     """Return the rope of layers from its keys (`rope_parameters` or `rope_scaling`).

@@ -105,6 +105,7 @@ class ModelSpec:
         return (
             self.block == BlockOptions()
             and self.has_plain_heads
+            and self.qk_norm != "whole"
             and is_plain
             and not has_factors
             and not any(layer.window for layer in self.layers)
@@ -112,14 +113,21 @@ class ModelSpec:
 
     @property
     def has_plain_heads(self) -> bool:
-        """Return True if q and k are at most normalized per head, and rotated over their whole size."""
+        """Return True if norms of single heads have no offset, and whole heads are rotated.
+
+        False also if queries grow with the position.
+        """
         ropes = {layer.rope for layer in self.layers if layer.rope is not None}
-        has_plain_norm = self.qk_norm is None or (
-            self.qk_norm == "head" and self.block.norm_offset == 0
+        has_offset = self.qk_norm == "head" and self.block.norm_offset != 0
+        return not has_offset and all(
+            rope.width == self.head_dim and rope.growth is None for rope in ropes
         )
-        return has_plain_norm and all(
-            rope.width == self.head_dim and not rope.query_growth for rope in ropes
-        )
+
+    @property
+    def shares_pages(self) -> bool:
+        """Return True if a GPU can read pages of several sequences at once in a decode step."""
+        has_windows = any(layer.window for layer in self.layers)
+        return self.has_plain_heads and self.attention_cap is None and not has_windows
 
     @property
     def context_marks(self) -> tuple[int, ...]:

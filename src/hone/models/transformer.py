@@ -26,7 +26,6 @@ from hone.models.layers import (
     Attention,
     Embedding,
     Experts,
-    GeneralSelfAttention,
     Linear,
     RMSNorm,
     SelfAttention,
@@ -46,7 +45,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = make_attention(spec, layer)
+        self.attention = SelfAttention(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = FEED_FORWARD[spec.feed_forward](spec)
 
@@ -114,38 +113,17 @@ class GeneralBlock(Block):
         keep_N: Tensor | None,
         following: "Block | None" = None,
     ) -> tuple[Tensor, Pending]:
-        assert not isinstance(delta, gpu.Scaled)
-        x_TD, normed_TD = _add_normed(self.attention_norm, x_TD, delta)
+        x_TD, normed_TD = ops.add_normed(self.attention_norm, x_TD, delta)
         qkv_TO = ops.linear(self.attention.qkv, normed_TD)
         mixed_TD = self.attention.mix_heads(layer, qkv_TO, rotation, attend)
         if keep_N is not None:
             x_TD = take_rows(x_TD, keep_N)
             mixed_TD = take_rows(mixed_TD, keep_N)
-        branch_TD = ops.linear(self.attention.out, mixed_TD)
-        delta = self._finish_branch(self.attention_norm_after, branch_TD)
-        x_TD, normed_TD = _add_normed(self.mlp_norm, x_TD, delta)
-        gate_up_T2F = ops.linear(self.mlp.gate_up, normed_TD)
-        branch_TD = ops.linear(self.mlp.down, self.mlp.gate(gate_up_T2F))
-        return x_TD, self._finish_branch(self.mlp_norm_after, branch_TD)
-
-    def _finish_branch(self, norm: RMSNorm | None, branch_TD: Tensor) -> Tensor:
-        if norm is not None:
-            branch_TD = norm(branch_TD, None)[1]
-        return branch_TD if self.factor == 1.0 else branch_TD * self.factor
-
-
-def _add_normed(
-    norm: RMSNorm | None, x_TD: Tensor, delta_TD: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return x + delta, and its norm if there is one."""
-    if norm is not None:
-        return norm(x_TD, delta_TD)
-    total_TD = x_TD if delta_TD is None else x_TD + delta_TD
-    return total_TD, total_TD
-
-
-def make_attention(spec: ModelSpec, layer: int) -> SelfAttention:
-    return (SelfAttention if spec.has_plain_heads else GeneralSelfAttention)(spec, layer)
+        out, down = self.attention.out, self.mlp.down
+        delta = ops.project_branch(out, mixed_TD, self.attention_norm_after, self.factor)
+        x_TD, normed_TD = ops.add_normed(self.mlp_norm, x_TD, delta)
+        gated_TF = self.mlp.gate(ops.linear(self.mlp.gate_up, normed_TD))
+        return x_TD, ops.project_branch(down, gated_TF, self.mlp_norm_after, self.factor)
 
 
 def make_block(spec: ModelSpec, layer: int) -> Block:
@@ -228,12 +206,18 @@ class Transformer(LanguageModel):
         T without repeats) only those rows are returned, N x D; of the other tokens, the last block
         computes only keys and values.
         """
-        x_TD = self.embed(tokens_T)
-        if self.spec.embedding_factor != 1.0:
-            x_TD = x_TD * torch.tensor(self.spec.embedding_factor, dtype=x_TD.dtype)
-        return self.forward_embedded(x_TD, positions_T, attend, keep_N)
+        return self._forward_embedded(self.embed(tokens_T), positions_T, attend, keep_N)
 
-    def forward_embedded(
+    def forward_newest(self, active_B: Tensor, state: Tensor, attend: Attention) -> Tensor:
+        if not self.stays_on_device:
+            return super().forward_newest(active_B, state, attend)
+        from hone.kernels.gpu.row_kernels import newest_embeddings
+
+        # The attention kernels read the positions from the state.
+        x_BD = newest_embeddings(self.embed.weight, active_B, state)
+        return self._forward_embedded(x_BD, None, attend)
+
+    def _forward_embedded(
         self,
         x_TD: Tensor,
         positions_T: Tensor | None,
@@ -241,6 +225,8 @@ class Transformer(LanguageModel):
         keep_N: Tensor | None = None,
     ) -> Tensor:
         """Run `forward` on embedded tokens. Positions may be omitted if `attend` knows them."""
+        if self.spec.embedding_factor != 1.0:
+            x_TD = x_TD * torch.tensor(self.spec.embedding_factor, dtype=x_TD.dtype)
         ops = select_ops(x_TD)
         delta = None
         rotations = {
@@ -257,7 +243,7 @@ class Transformer(LanguageModel):
                 x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x_TD, delta = block(*inputs)
-        hidden_TD: Tensor = self.norm(x_TD, delta)[1]
+        hidden_TD = ops.add_normed(self.norm, x_TD, delta)[1]
         factor = self.spec.logit_factor
         return hidden_TD if factor == 1.0 else hidden_TD * factor
 
@@ -278,7 +264,13 @@ class Transformer(LanguageModel):
     @property
     def stays_on_device(self) -> bool:
         """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
-        return self.spec.has_fast_paths and gpu.takes_model(self.embed.weight, self.spec.head_dim)
+        is_dense = self.spec.feed_forward == "mlp"
+        return is_dense and gpu.takes_model(self.embed.weight, self.spec.head_dim)
+
+    @property
+    def prefills_on_device(self) -> bool:
+        # Attention with capped logits has no kernel for whole prompts.
+        return self.stays_on_device and self.spec.attention_cap is None
 
     @property
     def expert_layers(self) -> list["Experts"]:

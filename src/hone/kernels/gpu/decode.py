@@ -12,7 +12,6 @@ once, and writes partial results that `decode_kernel` adds. Where few long seque
 finish adds the partial results. Softmax is online (Milakov & Gimelshein 2018), in base 2.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import numerics, row_state
+from hone.kernels.decode import PLAIN_FORM, AttentionForm
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.attention import KEYS, attend
 from hone.kernels.gpu.decode_attention import Divided, attend_alone
@@ -359,6 +359,7 @@ def decode(
     divided: Divided | None,
     is_long: bool,
     width: int,
+    form: AttentionForm = PLAIN_FORM,
 ) -> Tensor:
     """Return the attention outputs of one new token per row; write its k and v to the cache.
 
@@ -372,6 +373,8 @@ def decode(
         divided: given if several blocks read one sequence and no pages are shared.
         is_long: use tile sizes for long sequences.
         width: hidden size of the model.
+        form: of the attention; with shared pages and in exact numerics only the scale may differ
+            from the plain form.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:
@@ -391,11 +394,12 @@ def decode(
             divided,
             is_long,
             width,
+            form,
         )
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out = qkv.new_empty(B, H * E)
-    scale = math.log2(math.e) / math.sqrt(E)
+    scale = form.scale_log2(E)
     sizes, queries = {"H": H, "K": K, "E": E, "PAGE": PAGE}, power_of_2(H // K)
     where = (active, state, table, table.shape[1])
     q = newest_heads(qkv, q_scale, k_scale, cos, sin, active, state, table, keys, values, eps, H)

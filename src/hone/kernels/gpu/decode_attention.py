@@ -25,11 +25,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language import debug_barrier
 
 from hone.kernels import gpu, row_state
+from hone.kernels.decode import PLAIN_FORM, AttentionForm
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import let_next_start, set_memory_share, wait_only
 from hone.kernels.gpu.row_kernels import head_scales
 
 FIELDS, LENGTH = gl.constexpr(row_state.FIELDS), gl.constexpr(row_state.LENGTH)
+LOG2_E = gl.constexpr(math.log2(math.e))
 VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 FEWEST = gl.constexpr(8)  # columns of a product on the chip
 FEW, MANY = 4, 8  # blocks a multiprocessor
@@ -104,6 +106,16 @@ def _turned(half, other_half, own, other, eps, E: gl.constexpr, NORM: gl.constex
 
 
 @gluon.jit
+def _capped(scores, CAP: gl.constexpr):
+    """Return CAP * tanh(scores / CAP) of scores in base 2; CAP 0: the scores."""
+    if CAP != 0.0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1); of scores in base 2, exp(2 x) = 2^(2 scores / CAP).
+        tanh = 1.0 - 2.0 / (gl.exp2(scores * (2.0 / CAP)) + 1.0)
+        scores = tanh * (CAP * LOG2_E)
+    return scores
+
+
+@gluon.jit
 def alone_kernel(
     qkv,
     q_scale,
@@ -132,6 +144,12 @@ def alone_kernel(
     C: gl.constexpr,
     PARTS: gl.constexpr,
     NORM: gl.constexpr,
+    ROT: gl.constexpr,
+    OFFSET: gl.constexpr,
+    WINDOW: gl.constexpr,
+    CAP: gl.constexpr,
+    GROWTH: gl.constexpr,
+    GROWTH_LENGTH: gl.constexpr,
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -140,7 +158,8 @@ def alone_kernel(
     out: B x (H * E). A block handles one of PARTS stretches of the sequence; the last stretch
     includes the new token. C: the number of queries per k/v head, rounded up to a power of 2.
     `arrived` counts the finished blocks of a sequence and k/v head; the last block adds the partial
-    results and resets the count to 0. SHARE: see `set_memory_share`.
+    results and resets the count to 0. ROT: rotated numbers of a head. OFFSET, WINDOW, CAP, GROWTH:
+    see `AttentionForm` (`kernels/decode.py`); 0: none. SHARE: see `set_memory_share`.
     """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
@@ -157,8 +176,17 @@ def alone_kernel(
     slot = gl.load(active + b)
     position = gl.load(state + slot * FIELDS + LENGTH)
     L, pages = position.to(gl.int32), table + slot * table_row  # tokens in the cache, and where
-    size = gl.cdiv(gl.cdiv(L, TILE), PARTS) * TILE
-    start, end = gl.minimum(part * size, L), gl.minimum((part + 1) * size, L)
+    seen_from = L * 0  # the first token that the new one sees
+    origin = seen_from  # where the first tile begins
+    if WINDOW:
+        seen_from = gl.maximum(L + 1 - WINDOW, 0)
+        origin = seen_from // TOKENS * TOKENS
+    size = gl.cdiv(gl.cdiv(L - origin, TILE), PARTS) * TILE
+    start = gl.minimum(origin + part * size, L)
+    end = gl.minimum(origin + (part + 1) * size, L)
+    if GROWTH != 0.0:
+        times = (position // GROWTH_LENGTH).to(gl.float32)
+        scale_log2 = scale_log2 * (1.0 + GROWTH * gl.log(1.0 + times))
     # Pieces of 16 bytes, turned against each other so that those below each other lie in different banks.
     SHORT: gl.constexpr = max(1, 64 // E)
     in_tiles: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, SHORT, 8 // SHORT, [2, 1, 0])
@@ -174,20 +202,23 @@ def alone_kernel(
     of_heads: gl.constexpr = gl.BlockedLayout([1, VECTOR], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     c = gl.arange(0, C, gl.SliceLayout(1, of_heads))[:, None]
     e = gl.arange(0, E, gl.SliceLayout(0, of_heads))[None, :]
-    swapped = (e + E // 2) % E
-    own, other = (
-        gl.load(cos + position * E + e).to(gl.float32),
-        gl.load(sin + position * E + e).to(gl.float32),
-    )
+    if ROT == E:
+        swapped = (e + E // 2) % E
+        own = gl.load(cos + position * E + e).to(gl.float32)
+        other = gl.load(sin + position * E + e).to(gl.float32)
+    else:
+        swapped = gl.where(e < ROT, (e + ROT // 2) % ROT, e)
+        own = gl.load(cos + position * ROT + e, e < ROT, other=1.0).to(gl.float32)
+        other = gl.load(sin + position * ROT + e, e < ROT, other=0.0).to(gl.float32)
     own_k, other_k = own, other
     if NORM:
         own_k, other_k = (
-            own * gl.load(k_scale + e).to(gl.float32),
-            other * gl.load(k_scale + swapped).to(gl.float32),
+            own * (gl.load(k_scale + e).to(gl.float32) + OFFSET),
+            other * (gl.load(k_scale + swapped).to(gl.float32) + OFFSET),
         )
         own, other = (
-            own * gl.load(q_scale + e).to(gl.float32),
-            other * gl.load(q_scale + swapped).to(gl.float32),
+            own * (gl.load(q_scale + e).to(gl.float32) + OFFSET),
+            other * (gl.load(q_scale + swapped).to(gl.float32) + OFFSET),
         )
     cell = ((gl.load(pages + L // PAGE).to(gl.int64) * PAGE + L % PAGE) * K + head) * E + e
     # What the warps have of a number comes together in one thread.
@@ -210,9 +241,8 @@ def alone_kernel(
     # Nothing comes of the other rows
     queries.slice(0, COLUMNS, 0).store(_repeated(q, COLUMNS // C))
     in_line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    score = gl.where(
-        is_newest, gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale_log2, -1e30
-    )
+    score = _capped(gl.sum(q.to(gl.float32) * k.to(gl.float32), axis=1) * scale_log2, CAP)
+    score = gl.where(is_newest, score, -1e30)
     newest_top = gl.allocate_shared_memory(gl.float32, [C], in_line, score)
     gl.store(keys + cell, k, is_newest)
     gl.store(values + cell, v, is_newest)
@@ -233,9 +263,11 @@ def alone_kernel(
         async_copy.wait_group(STAGES - 1)
         k_WET = to_k.permute([0, 2, 1]).load(of_right)
         products = mma_v2(q_WRE, k_WET, gl.zeros([WARPS, ROWS, TOKENS], gl.float32, of_sums))
-        scores = _first_rows(
-            gl.where(first + n < end, products * scale_log2, float("-inf")), COLUMNS
-        )
+        is_seen = first + n < end
+        if WINDOW:
+            is_seen = is_seen & (first + n >= seen_from)
+        scores = _capped(products * scale_log2, CAP)
+        scores = _first_rows(gl.where(is_seen, scores, float("-inf")), COLUMNS)
         tile_top = gl.max(scores, axis=2)
         best = gl.maximum(gl.convert_layout(top, tile_top.type.layout), tile_top)
         p = gl.exp2(scores - best[:, :, None])
@@ -423,6 +455,7 @@ def attend_alone(
     divided: Divided | None,
     is_long: bool,
     width: int,
+    form: AttentionForm = PLAIN_FORM,
 ) -> Tensor:
     """Compute `decode` (`gpu/decode.py`) without shared pages: read each sequence's pages
     separately.
@@ -453,7 +486,7 @@ def attend_alone(
         table,
         table.shape[1],
         *results,
-        math.log2(math.e) / math.sqrt(E),
+        form.scale_log2(E),
         H=H,
         K=K,
         E=E,
@@ -461,6 +494,8 @@ def attend_alone(
         C=C,
         PARTS=parts,
         NORM=is_normed,
+        ROT=cos.shape[1],
+        **form.constants(),
         SHARE=share,
         **cut._asdict(),
         **options(cut.WARPS),

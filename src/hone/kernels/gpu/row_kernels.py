@@ -37,6 +37,7 @@ def newest_embeddings(embed: Tensor, active: Tensor, state: Tensor) -> Tensor:
 def add_norm_kernel(
     x,
     delta,
+    after,
     weight,
     total,
     out,
@@ -44,14 +45,24 @@ def add_norm_kernel(
     split_stride,
     D,
     PARTS: tl.constexpr,
+    AFTER: tl.constexpr,
+    FACTOR: tl.constexpr,
+    HAS_OUT: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute total = x + sum of PARTS parts of delta, out = total / rms(total) * weight, of row t."""
+    """Compute total = x + FACTOR * delta, out = total / rms(total) * (weight + OFFSET), of row t.
+
+    delta is the sum of PARTS parts; with AFTER it is normalized first, with the weight `after`.
+    """
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < D
-    scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
+    if HAS_OUT:
+        scale = tl.load(weight + d, inside, other=0.0).to(tl.float32) + OFFSET
+    if AFTER:
+        scale_after = tl.load(after + d, inside, other=0.0).to(tl.float32) + OFFSET
     wait_beside_next(PDL)
     value = tl.load(x + t * D + d, inside, other=0.0)
     if PARTS:
@@ -60,11 +71,19 @@ def add_norm_kernel(
             change += tl.load(delta + part * split_stride + t * D + d, inside, other=0.0).to(
                 tl.float32
             )
+        if AFTER:  # rounded where separate steps round
+            change = change.to(value.dtype).to(tl.float32)
+            rstd = tl.rsqrt(tl.sum(change * change) / D + eps)
+            change = (change * rstd * scale_after).to(value.dtype).to(tl.float32)
+        if FACTOR != 1.0:
+            change = change.to(value.dtype).to(tl.float32)
+            change = (change * FACTOR).to(value.dtype).to(tl.float32)
         value = (value.to(tl.float32) + change).to(value.dtype)
         tl.store(total + t * D + d, value, inside)
-    exact = value.to(tl.float32)
-    rstd = tl.rsqrt(tl.sum(exact * exact) / D + eps)
-    tl.store(out + t * D + d, (exact * rstd * scale).to(value.dtype), inside)
+    if HAS_OUT:
+        exact = value.to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(exact * exact) / D + eps)
+        tl.store(out + t * D + d, (exact * rstd * scale).to(value.dtype), inside)
 
 
 def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -72,9 +91,30 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
 
     delta is T x D, or S x T x D: S parts to be summed.
     """
+    return add_branch(x, delta, None, 1.0, weight, 0.0, eps)
+
+
+def add_branch(
+    x: Tensor,
+    delta: Tensor | None,
+    after: Tensor | None,
+    factor: float,
+    weight: Tensor | None,
+    offset: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Return total = x + factor * delta and its RMS norm; without `weight` the total twice.
+
+    Args:
+        x: T x D.
+        delta: T x D, or S x T x D, S parts to be summed.
+        after: weight of a norm of delta, if there is one.
+        weight: weight of the norm of the total.
+        offset: added to both weights, in float32.
+    """
     T, D = x.shape
     x = x.contiguous()
-    out = torch.empty_like(x)
+    out = x if weight is None else torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     parts = 0 if delta is None else len(delta) if delta.dim() == 3 else 1
     block = power_of_2(D)
@@ -82,24 +122,64 @@ def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tup
     add_norm_kernel[(T,)](
         x,
         x if delta is None else delta.contiguous(),
-        weight,
+        x if after is None else after,
+        x if weight is None else weight,
         total,
         out,
         eps,
         T * D,
         D,
         PARTS=parts,
+        AFTER=after is not None and parts > 0,
+        FACTOR=factor,
+        HAS_OUT=weight is not None,
+        OFFSET=offset,
         BLOCK=block,
         **options(warps),
     )
-    return total, out
+    return total, total if weight is None else out
 
 
 @triton.jit
-def gated(gate, up):
-    """Return silu(gate) * up; silu and the product are each rounded to the inputs' type."""
+def normalize_projections_kernel(
+    qkv, q_scale, k_scale, eps, Q, K, O, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Normalize the first Q numbers of row t of qkv (T x O), or with program 1 the K after them."""
+    t, is_k = tl.program_id(0).to(tl.int64), tl.program_id(1) == 1
+    o = tl.arange(0, BLOCK)
+    inside = o < tl.where(is_k, K, Q)
+    scale = tl.load(tl.where(is_k, k_scale + o, q_scale + o), inside, other=0.0).to(tl.float32)
+    wait(PDL)
+    at = qkv + t * O + tl.where(is_k, Q, 0) + o
+    value = tl.load(at, inside, other=0.0)
+    exact = value.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(exact * exact) / tl.where(is_k, K, Q) + eps)
+    tl.store(at, (exact * rstd * scale).to(value.dtype), inside)
+
+
+def normalize_projections(qkv: Tensor, q_scale: Tensor, k_scale: Tensor, eps: float) -> Tensor:
+    """Normalize q and k of a projection (T x O) in place over their whole widths; return it."""
+    qkv = qkv.contiguous()
+    Q, K = len(q_scale), len(k_scale)
+    block = power_of_2(max(Q, K))
+    warps = min(max(block // 256, 4), 16)
+    normalize_projections_kernel[(len(qkv), 2)](
+        qkv, q_scale, k_scale, eps, Q, K, qkv.shape[1], BLOCK=block, **options(warps)
+    )
+    return qkv
+
+
+@triton.jit
+def gated(gate, up, GELU: tl.constexpr = False):
+    """Return silu(gate) * up, or gelu(gate) * up with gelu in its tanh form.
+
+    The activation and the product are each rounded to the inputs' type.
+    """
     exact = gate.to(tl.float32)
-    return (exact / (1.0 + tl.exp(-exact))).to(gate.dtype) * up
+    slope = exact
+    if GELU:  # 0.5 (1 + tanh(y)) = 1 / (1 + exp(-2 y)), y = sqrt(2 / pi) (x + 0.044715 x^3)
+        slope = 1.5957691216057308 * exact * (1.0 + 0.044715 * exact * exact)
+    return (exact / (1.0 + tl.exp(-slope))).to(gate.dtype) * up
 
 
 @triton.jit
@@ -134,25 +214,26 @@ def finished(
 
 
 @triton.jit
-def swiglu_kernel(gate_up, out, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Compute silu(gate) * up of row t, with gate and up the halves of gate_up T x 2F."""
+def swiglu_kernel(gate_up, out, F, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Compute `gated` of row t, with gate and up the halves of gate_up T x 2F."""
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = f < F
     wait_beside_next(PDL)
     gate = tl.load(gate_up + t * 2 * F + f, inside, other=0.0)
     up = tl.load(gate_up + t * 2 * F + F + f, inside, other=0.0)
-    tl.store(out + t * F + f, gated(gate, up), inside)
+    tl.store(out + t * F + f, gated(gate, up, GELU), inside)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+    """Return silu(gate) * up, T x F, of gate_up T x 2F; with `is_gelu` gelu in place of silu."""
     gate_up = gate_up.contiguous()
     T, F = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(T, F)
     # Blocks of 4 warps; what has far more of them is bound by its bytes
     at_once = 16 * processors()
     block = 2048 if at_once < T * -(-F // 1024) and T <= FEW_TOKENS else 1024
-    swiglu_kernel[(T, -(-F // block))](gate_up, out, F, BLOCK=block, **options(4))
+    swiglu_kernel[(T, -(-F // block))](gate_up, out, F, GELU=is_gelu, BLOCK=block, **options(4))
     return out
 
 

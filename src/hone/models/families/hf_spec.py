@@ -43,6 +43,10 @@ class HFSpec(ModelSpec):
         return False
 
     @property
+    def shares_pages(self) -> bool:
+        return False  # windows and caps of layers are known in a pass only
+
+    @property
     def attention_layers(self) -> int:
         return sum(kind in ATTENTION_KINDS for kind in self.layer_kinds)
 

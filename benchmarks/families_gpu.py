@@ -1,0 +1,201 @@
+"""Families on Hone's own blocks on one GPU: decoding and training against the limits of the hardware.
+
+    python benchmarks/families_gpu.py [--models Gemma-3-1B …] [--batch 32] [--tokens 16384] [--profile DIR]
+
+Shapes of published models, random weights, bf16. Decoding: `--batch` sequences, a prompt of 64 tokens, 128 more; the
+time of a step is the difference between completions of 129 tokens and of one, over 128. Its limit is the larger of the
+time to read the weights and the keys and values once, and the time of the arithmetic at the rate of a large product.
+Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of 512, every token a target,
+without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from model_shapes import MODELS, measure_bandwidth, step_limits
+from peer import finish, median
+from training import gpu_seconds, matrix_rate
+
+PROMPT, COMPLETION, SEQUENCE = 64, 128, 512
+ROUNDS = 5
+
+
+def describe(kind: str, layers: int, hidden: int, feed_forward: int, heads: int, keys: int, **more):
+    """Return a config.json of a family: number of layers, sizes, query heads, key/value heads."""
+    return {
+        "architectures": [f"{kind}ForCausalLM"],
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": feed_forward,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5e5,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+        **more,
+    }
+
+
+GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "rope_theta": 1e6, "vocab_size": 262144}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0] * 48,
+    "long_factor": [2.0] * 48,
+}
+GRANITE = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 8.0,
+}
+FAMILIES = {
+    "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
+    "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
+    "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
+    "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),
+    "OLMo-2-1B": describe("Olmo2", 16, 2048, 8192, 16, 16, tie_word_embeddings=False),
+    "OLMo-3-7B": describe("Olmo3", 32, 4096, 11008, 32, 32, tie_word_embeddings=False),
+    "Mistral-7B": describe("Mistral", 32, 4096, 14336, 32, 8, vocab_size=32000, sliding_window=4096)
+    | {"tie_word_embeddings": False},
+    "Ministral-3-3B": describe("Ministral3", 26, 3072, 9216, 32, 8, vocab_size=131072)
+    | {"rope_parameters": YARN},
+    "SmolLM3-3B": describe("SmolLM3", 36, 2048, 11008, 16, 4),
+    "Granite-3.3-2B": describe("Granite", 40, 2048, 8192, 32, 8, **GRANITE, vocab_size=49159)
+    | {"head_dim": 64},
+    "Phi-4-mini": describe("Phi3", 32, 3072, 8192, 24, 8, vocab_size=200064)
+    | {"rope_parameters": LONG_ROPE | {"partial_rotary_factor": 0.75}}
+    | {"partial_rotary_factor": 0.75, "original_max_position_embeddings": 4096},
+}
+
+
+def build_model(config: dict):
+    import torch
+
+    from hone.models.families import parse_model_config
+    from hone.models.hf import empty_model
+
+    model = empty_model(parse_model_config(config), torch.bfloat16, "cuda")
+    model.init_weights(torch.Generator("cuda").manual_seed(0))
+    return model
+
+
+def measure_decoding(model, batch: int, save: Path | None) -> float:
+    """Return the seconds of a decode step."""
+    from hone.engine.engine import Engine
+    from hone.records import GenerateRequest, Sampling
+
+    engine = Engine(model, max_batch_size=batch, max_model_len=512, kv_cache_gib=4.0)
+    draw = random.Random(0)
+
+    def generate(count: int) -> float:
+        prompts = [draw.choices(range(1000, 30_000), k=PROMPT) for _ in range(batch)]
+        requests = [
+            GenerateRequest(ids, Sampling(1.0, count, seed=i, ignore_eos=True), frozenset())
+            for i, ids in enumerate(prompts)
+        ]
+        return gpu_seconds(lambda: engine.generate(requests))
+
+    times = {count: [generate(count) for _ in range(ROUNDS)][2:] for count in (COMPLETION + 1, 1)}
+    if save is not None:
+        write_profile(lambda: generate(33), save)
+    return (median(times[COMPLETION + 1]) - median(times[1])) / COMPLETION
+
+
+def measure_training(model, tokens: int, save: Path | None) -> float:
+    """Return the seconds of forward, loss and backward of a micro-batch."""
+    import torch
+
+    from hone.kernels.head import head_loss
+    from hone.models.attention_layouts import PackedAttention
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    ids = torch.randint(1000, 30_000, (tokens,), generator=draw, device="cuda")
+    temperature = torch.ones(tokens, device="cuda")
+
+    def step() -> None:
+        attention = PackedAttention([SEQUENCE] * (tokens // SEQUENCE), "cuda")
+        hidden = model(ids, attention.token_positions(), attention)
+        loss = head_loss(
+            hidden,
+            model.head_weight_VD,
+            ids,
+            temperature,
+            lambda part, logprobs, entropies: -logprobs.sum() / tokens,
+            cap=model.spec.logit_cap,
+        )
+        loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    times = [gpu_seconds(step) for _ in range(ROUNDS)][2:]
+    if save is not None:
+        write_profile(step, save)
+    return median(times)
+
+
+def write_profile(work, file: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        work()
+    table = found.key_averages().table(sort_by="cuda_time_total", row_limit=40)
+    lines = [line[:60] + line[-170:] for line in table.splitlines()]
+    file.write_text("\n".join(lines))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--profile", type=Path)
+    args = parser.parse_args()
+    import torch
+
+    rate, flops = measure_bandwidth(), matrix_rate()
+    print(json.dumps({"bytes_per_s": rate, "flop_per_s": flops}), flush=True)
+    for name in args.models:
+        save = {}
+        for work in ("decode", "train"):
+            save[work] = args.profile and args.profile / f"{name}-{work}.txt"
+        model = build_model(FAMILIES[name])
+        decode = measure_decoding(model, args.batch, save["decode"])
+        torch.cuda.empty_cache()
+        train = measure_training(model, args.tokens, save["train"])
+        spec = model.spec
+        limits = step_limits(spec, args.batch, PROMPT + COMPLETION / 2, rate, flops)
+        needed = 3 * spec.flops_per_token(SEQUENCE / 2) * args.tokens
+        finish(
+            model=name,
+            parameters=spec.parameter_count(),
+            decode_step_ms=1e3 * decode,
+            decode_limit_ms=1e3 * max(limits),
+            decode_share=max(limits) / decode,
+            trained_tokens_per_s=args.tokens / train,
+            mfu=needed / train / flops,
+        )
+        del model
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
