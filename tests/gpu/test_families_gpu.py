@@ -61,7 +61,7 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
         expected = torch.tensor(score_sequence(exact, ids + completion.ids)[len(ids) - 1 :])
         difference = (torch.tensor(completion.logprobs) - expected).abs()
         # With experts, rounding changes which of them a token goes through.
-        mean = 0.06 if kind == "gpt_oss" else 0.03
+        mean = 0.15 if kind == "gpt_oss" else 0.03
         assert difference.mean() < mean and difference.max() < 10 * mean
 
 

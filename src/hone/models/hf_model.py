@@ -8,8 +8,9 @@ the attention object of the pass, as `Transformer` does. So packed sequences, sh
 KV cache work as for Hone's own models. Linears of the layers become Hone's, for adapters.
 """
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache, cached_property, partial
 from math import prod
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.kernels import gpu
+from hone.kernels.norm import offset_norm
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
 from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config
 from hone.models.language_model import LanguageModel
@@ -28,6 +30,7 @@ from hone.models.spec import ModelSpec
 
 log = logging.getLogger("hone")
 ATTENTION_NAME = "hone"  # of the attention function in transformers
+NORM_OFFSETS = (0.0, 1.0)  # that RMS norms add to their weights
 CHECKED_TOKENS = 8  # of each sequence in `refuse_unsupported`
 # Between equal rows of two passes, as a share of the largest number; bfloat16 rounds to 0.4 %.
 MAX_RELATIVE_DIFFERENCE = 0.02
@@ -126,6 +129,7 @@ class HFModel(LanguageModel):
             )
         for layer in self.blocks:
             _replace_linears(layer)
+        _use_norm_kernels(decoder)
         self.mixers = [make_mixer(module) for module in mixers]
         for i, (module, mixer) in enumerate(zip(mixers, self.mixers, strict=True)):
             module.forward = partial(_mix_tokens, self.current, i, mixer)
@@ -314,6 +318,58 @@ def _replace_linears(layer: nn.Module) -> None:
                 own.weight = child.weight  # type: ignore[assignment]
                 own.bias, own.delta = child.bias, None
                 setattr(module, name, own)
+
+
+def _use_norm_kernels(decoder: nn.Module) -> None:
+    """Let RMS norms of transformers use Hone's kernel on a GPU without gradients.
+
+    A module is taken for an RMS norm by its name, a weight and an epsilon, and if its results are
+    those of one.
+    """
+    offsets: dict[tuple[type, int, float], float | None] = {}
+    for module in list(decoder.modules()):
+        weight = getattr(module, "weight", None)
+        eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+        is_named = type(module).__name__.endswith("RMSNorm")
+        if not (is_named and isinstance(weight, nn.Parameter) and isinstance(eps, float)):
+            continue
+        kind = (type(module), len(weight), eps)
+        if kind not in offsets:
+            offsets[kind] = _find_norm_offset(module, eps)
+        offset = offsets[kind]
+        if offset is not None:
+            module.forward = partial(_normalize, module, module.forward, offset, eps)
+
+
+@torch.no_grad()
+def _find_norm_offset(module: nn.Module, eps: float) -> float | None:
+    """Return what a module adds to its weight as an RMS norm over the last dimension; None: it is none."""
+    trial = copy.deepcopy(module).to_empty(device="cpu").float()
+    generator = torch.Generator().manual_seed(0)
+    weight: Tensor = trial.weight  # type: ignore[assignment]
+    weight.copy_(torch.rand(weight.shape, generator=generator))
+    x_TD = torch.randn(3, *weight.shape, generator=generator)
+    try:
+        found = trial(x_TD)
+    except TypeError:  # it takes other inputs, such as a gate
+        return None
+    for offset in NORM_OFFSETS:
+        if torch.allclose(found, offset_norm(x_TD, weight, offset, eps), atol=1e-5):
+            return offset
+    return None
+
+
+def _normalize(
+    module: nn.Module, forward: Callable[..., Tensor], offset: float, eps: float, x: Tensor
+) -> Tensor:
+    """Forward of an RMS norm: the kernel on a GPU without gradients, else the module's own."""
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    if not gpu.takes(x) or weight.dtype != x.dtype:
+        return forward(x)
+    from hone.kernels.gpu import row_kernels
+
+    flat_TD = x.reshape(-1, x.shape[-1])
+    return row_kernels.add_branch(flat_TD, None, None, 1.0, weight, offset, eps)[1].view(x.shape)
 
 
 def attend_heads(
