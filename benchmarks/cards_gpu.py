@@ -8,7 +8,8 @@ each the first of several settings that fits the card by the estimate; cells tha
 `--rollouts`, `--prompt` and `--completion` shorten a run that is to prove that a model fits.
 
 A line of JSON a cell: the settings, the estimate (`needs_gib`), what was in use without the keys and values of further
-sequences (`used_gib`), sequences that decode at once, seconds of a step, tokens/s of decoding and training, and the
+sequences (`used_gib`, with memory that torch keeps for later), what torch had allocated of it (`allocated_gib`; CUDA's
+own memory is not in it), sequences that decode at once, seconds of a step, tokens/s of decoding and training, and the
 difference between the logprobs of sampler and trainer.
 """
 
@@ -97,6 +98,7 @@ class GpuMemory:
 
 def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict:
     from hone.launch.card_fit import CARD_GIB
+    from hone.trainer.memory_plan import CONTEXT_BYTES
 
     with tempfile.TemporaryDirectory(prefix="cards_gpu") as directory:
         run = Path(directory) / "run"
@@ -128,7 +130,9 @@ def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict
             return cell | {"fits": False, "in_use_gib": memory.peak / GIB, "error": error}
         rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     cache = rows[-1]["perf/kv_cache"]
-    used = memory.peak / GIB - cache + need.sequence / GIB
+    one_sequence = need.sequence / GIB - cache
+    used = memory.peak / GIB + one_sequence
+    allocated = rows[-1]["perf/peak_memory"] + one_sequence
     later = rows[1:] or rows
     middle = {
         key: median([row[key] for row in later])
@@ -139,7 +143,8 @@ def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict
         "at_once": min(args.rollouts, int(cache * GIB // need.sequence)),
         "used_gib": used,
         "estimate_over_used": need.least_bytes / GIB / used,
-        "allocated_gib": rows[-1]["perf/peak_memory"] - cache + need.sequence / GIB,
+        "allocated_gib": allocated,
+        "estimate_over_allocated": (need.least_bytes - CONTEXT_BYTES) / GIB / allocated,
         "in_use_gib": memory.peak / GIB,
         "step_s": middle["time/step"],
         "decoded_tokens_per_s": args.rollouts * args.completion / middle["time/generate"],

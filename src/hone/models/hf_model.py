@@ -345,10 +345,10 @@ def _use_norm_kernels(decoder: nn.Module) -> None:
 def _find_norm_offset(module: nn.Module, eps: float) -> float | None:
     """Return what a module adds to its weight as an RMS norm over the last dimension; None: it is none."""
     trial = copy.deepcopy(module).to_empty(device="cpu").float()
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
     weight: Tensor = trial.weight  # type: ignore[assignment]
-    weight.copy_(torch.rand(weight.shape, generator=generator))
-    x_TD = torch.randn(3, *weight.shape, generator=generator)
+    weight.copy_(torch.rand(weight.shape, generator=generator, device="cpu"))
+    x_TD = torch.randn(3, *weight.shape, generator=generator, device="cpu")
     try:
         found = trial(x_TD)
     except TypeError:  # it takes other inputs, such as a gate
