@@ -716,3 +716,21 @@ def test_layers_with_heads_of_another_size_are_refused():
     attention.head_dim = 8
     with pytest.raises(ValueError, match="LlamaForCausalLM is not supported"):
         model.refuse_unsupported()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma3_text", "olmo2", "gpt_oss", "lfm2", "cohere2"])
+def test_norms_of_modules_use_the_kernel_where_they_are_rms_norms(kind, monkeypatch):
+    """On a GPU without gradients; here the kernel runs in Triton's interpreter."""
+    pytest.importorskip("triton")
+    config = AutoConfig.for_model(KINDS.get(kind, kind), **SHAPE | FAMILIES[kind])
+    spec = parse_model_config(config.to_dict(), implementation="transformers")
+    model = empty_model(spec, torch.bfloat16, "cpu")
+    norms = [m for m in model.modules() if type(m).__name__.endswith("Norm")]
+    assert norms and all(("forward" in m.__dict__) == (kind != "cohere2") for m in norms)
+    monkeypatch.setattr("hone.models.hf_model.gpu.takes", lambda x: not torch.is_grad_enabled())
+    for norm in norms[:3] + norms[-1:]:
+        norm.float()
+        torch.nn.init.normal_(norm.weight, generator=torch.Generator().manual_seed(0))
+        x = torch.randn(2, 3, *norm.weight.shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            torch.testing.assert_close(norm(x), type(norm).forward(norm, x), rtol=1e-5, atol=1e-5)

@@ -347,8 +347,9 @@ def _find_norm_offset(module: nn.Module, eps: float) -> float | None:
     trial = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator("cpu").manual_seed(0)
     weight: Tensor = trial.weight  # type: ignore[assignment]
-    weight.copy_(torch.rand(weight.shape, generator=generator, device="cpu"))
-    x_TD = torch.randn(3, *weight.shape, generator=generator, device="cpu")
+    # The model is built under another default device and dtype.
+    weight.copy_(torch.rand(weight.shape, generator=generator, device="cpu", dtype=torch.float32))
+    x_TD = torch.randn(3, *weight.shape, generator=generator, device="cpu", dtype=torch.float32)
     try:
         found = trial(x_TD)
     except TypeError:  # it takes other inputs, such as a gate
