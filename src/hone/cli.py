@@ -29,6 +29,7 @@ OTHERS = {  # subcommands with their own arguments
     "env": "hone.authoring.env_commands:main",
     "lab": "hone.launch.lab:main",
     "slurm": "hone.launch.slurm:main",
+    "convert": "hone.config.convert:main",
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
 # These run without arguments or say what is missing.
@@ -91,6 +92,7 @@ def hone() -> None:
         print("  plot         Draw the curves of runs.")
         print("  env          Make, install, list and check environments.")
         print("  lab          Make a folder to train in; run job files of hosted training.")
+        print("  convert      Turn configuration files of prime-rl into Hone's.")
         print("  slurm        Submit runs as jobs of Slurm, and look after them.")
         print("\n`hone COMMAND --help` lists its keys.")
     else:

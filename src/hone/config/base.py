@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from hone.config.prime_rl_keys import find_counterpart, find_section
 from hone.config.secrets import redact_secrets, restore_secrets
 
 C = TypeVar("C", bound="Config")
@@ -62,6 +63,9 @@ class Config(BaseModel):
         "trainer.micro_batch_tokens (data.micro_batch_size of sft), activation_checkpointing, optim.state_dtype, "
         "optim.offload, lora.rank, seq_len, max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
     )
+
+    # Section of prime-rl's `rl` that has the keys of this command.
+    PRIME_RL_SECTION: ClassVar[str] = ""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -403,7 +407,7 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
         if item["type"] == "extra_forbidden":
             lines.append(f"{key}: unknown key{place}; {_suggest_key(cls, names)}")
         elif item["type"] == "missing":
-            sections = _find_sections(cls, names)
+            sections = find_sections(cls, names)
             full = ".".join(names)
             required = _list_required(sections[0], f"{full}.") if sections else [full]
             lines += [
@@ -415,6 +419,8 @@ def explain_errors(error: ValidationError, cls: type[Config], origins: dict[str,
             near = difflib.get_close_matches(item["ctx"]["tag"], kinds, n=1, cutoff=0.0)[0]
             found = f"{item['ctx']['tag']!r} is not one of {', '.join(kinds)}; did you mean {near}?"
             lines.append(f"{key}.type: {found}{place}")
+        elif foreign := _describe_foreign_table(cls, names, item["input"]):
+            lines.append(f"{key}: unknown keys{place}; {foreign}")
         elif item["type"] in ("value_error", "assertion_error"):
             message = str(item["ctx"]["error"]) if "ctx" in item else item["msg"]
             lines.append(f"{key}: {message}{place}" if key else f"{message}{place}")
@@ -435,8 +441,11 @@ def _add_wrong_value(lines: list[str], key: str, message: str, found: str) -> No
 
 def _suggest_key(cls: type[Config], names: list[str]) -> str:
     """Return a hint for an unknown key: the type that has it, the nearest key, or all keys."""
-    parents = _find_sections(cls, names[:-1])
+    parents = find_sections(cls, names[:-1])
     name = names[-1]
+    foreign = _describe_foreign_key(cls, ".".join(names))
+    if foreign:
+        return foreign
     kinds = [kind for one in parents if name in one.model_fields for kind in _list_kinds(one)]
     if kinds:
         return f"it is one of type {', '.join(kinds)}"
@@ -449,6 +458,27 @@ def _suggest_key(cls: type[Config], names: list[str]) -> str:
     if elsewhere is not None:
         return f"there is {_to_kebab_case(elsewhere)}"
     return f"known keys: {', '.join(map(_to_kebab_case, known))}"
+
+
+def _describe_foreign_key(cls: type[Config], key: str) -> str:
+    """Return what a key of prime-rl is in Hone, in words; "" if it is none."""
+    own = f"{cls.PRIME_RL_SECTION}{key}"
+    found = find_counterpart(own) or find_section(own) or find_counterpart(key)
+    if found is None:
+        return ""
+    rewrite = "hone convert FILE rewrites a file of prime-rl"
+    if not found.key:
+        kind = "has no counterpart here" if found.is_lost else "is not needed here"
+        return f"this key of prime-rl {kind}: {found.why}; {rewrite}"
+    name = _to_kebab_case(found.key.removeprefix(cls.PRIME_RL_SECTION))
+    return f"prime-rl's key is {name} here; {rewrite}"
+
+
+def _describe_foreign_table(cls: type[Config], names: list[str], value: Any) -> str:
+    """Return what the first key of a table of prime-rl is in Hone, where Hone has no table; or ""."""
+    if not isinstance(value, dict) or not value or not names or find_sections(cls, names):
+        return ""
+    return _describe_foreign_key(cls, ".".join([*names, str(next(iter(value)))]))
 
 
 def _list_required(cls: type[Config], prefix: str) -> list[str]:
@@ -475,7 +505,7 @@ def _without_tags(cls: type[Config], names: list[str]) -> list[str]:
     for name in names:
         field = (
             parents[0].model_fields.get(found[-1])
-            if found and (parents := _find_sections(cls, found[:-1]))
+            if found and (parents := find_sections(cls, found[:-1]))
             else None
         )
         kinds = (
@@ -528,7 +558,7 @@ def _describe_origin(names: list[str], origins: dict[str, str], message: str = "
     return _describe_origin(names[:-1], origins) if len(names) > 1 else ""
 
 
-def _find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
+def find_sections(cls: type[Config], names: list[str]) -> list[type[Config]]:
     """Return the Config classes of a section (several for a union); empty if it is no section."""
     sections = [cls]
     for name in names:

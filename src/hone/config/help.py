@@ -82,6 +82,11 @@ def to_toml(config: Config, with_secrets: bool = False) -> str:
     Secrets are left out unless `with_secrets` is set, for a file that only its owner can read.
     """
     values = config.model_dump(mode="json") if with_secrets else config.to_public_dict()
+    return format_toml(values)
+
+
+def format_toml(values: dict[str, Any]) -> str:
+    """Return nested values as TOML; None becomes "None"."""
     return "\n".join(_toml_table(values, "")).strip() + "\n"
 
 

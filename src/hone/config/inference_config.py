@@ -1,7 +1,7 @@
 """Configuration of `inference`."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,6 +9,8 @@ from hone.config.sections import DEFAULT_MODEL, ModelConfig, ServeConfig
 
 
 class InferenceConfig(ServeConfig):
+    PRIME_RL_SECTION: ClassVar[str] = "inference."
+
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     adapters: dict[str, Path] = Field(default={})
     """LoRA adapters to serve: the name that requests ask for, and a directory in peft's format."""

@@ -5,7 +5,7 @@ In `rl`, keys that several components share are given once, at the top level. A 
 two components differ.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -83,6 +83,8 @@ class BenchConfig(Config):
 class TrainerRunConfig(ResumableConfig, TrainerConfig):
     """Configuration of the trainer as a separate process."""
 
+    PRIME_RL_SECTION: ClassVar[str] = "trainer."
+
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100
     """Optimiser steps to train for."""
@@ -105,6 +107,8 @@ class TrainerRunConfig(ResumableConfig, TrainerConfig):
 
 class OrchestratorRunConfig(RunConfig, OrchestratorConfig):
     """Configuration of the orchestrator as a separate process."""
+
+    PRIME_RL_SECTION: ClassVar[str] = "orchestrator."
 
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
     max_steps: Free[Positive] = 100

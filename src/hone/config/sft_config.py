@@ -1,6 +1,6 @@
 """Configuration of `sft`."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -90,6 +90,8 @@ class ValConfig(Config):
 
 
 class SFTConfig(ResumableConfig):
+    PRIME_RL_SECTION: ClassVar[str] = "trainer."
+
     data: DataConfig
     val: Free[ValConfig | None] = None
     eval: Free[EvalConfig | None] = None
