@@ -6,8 +6,8 @@ import torch
 
 from hone.kernels import gpu
 from hone.kernels import row_state as column
+from hone.kernels.attention_form import AttentionForm
 from hone.kernels.decode import (
-    AttentionForm,
     DecodeRows,
     attend_by_pages_reference,
     read_pages,

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.experimental.gluon._runtime import GluonASTSource
-from hone.kernels import decode, gpu
+from hone.kernels import attention_form, gpu
 from hone.kernels.gpu import compiling, decode_attention, few_row_products, row_kernels
 
 gpu.processors, gpu.shared_memory = lambda: 132, lambda: 227 * 2**10
@@ -86,12 +86,12 @@ numbers |= {"arrived": "*i32", "table_row": "i32"}
 shapes = ((16, 8, 128, 1, 8), (16, 8, 128, 1, 256), (28, 4, 128, 8, 300), (32, 8, 64, 1, 2048))
 shapes += ((32, 2, 256, 2, 2), (40, 1, 64, 1, 2))
 forms = {
-    shapes[0]: decode.AttentionForm(window=512, norm_offset=1.0),
-    shapes[2]: decode.AttentionForm(growth=0.1, growth_length=4096),
-    shapes[4]: decode.AttentionForm(window=4096, cap=50.0),
+    shapes[0]: attention_form.AttentionForm(window=512, norm_offset=1.0),
+    shapes[2]: attention_form.AttentionForm(growth=0.1, growth_length=4096),
+    shapes[4]: attention_form.AttentionForm(window=4096, cap=50.0),
 }
 for H, K, E, parts, count in shapes:
-    form = forms.get((H, K, E, parts, count), decode.PLAIN_FORM)
+    form = forms.get((H, K, E, parts, count), attention_form.PLAIN_FORM)
     rotated = E * 3 // 4 if form.growth else E
     C = gpu.power_of_2(H // K)
     cut = decode_attention.blocks_of(count, 1, 1024, C, E, False)._asdict()

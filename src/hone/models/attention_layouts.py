@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.kernels import gpu, numerics
-from hone.kernels.decode import AttentionForm
+from hone.kernels.attention_form import AttentionForm
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import numerics, row_state
-from hone.kernels.decode import PLAIN_FORM, AttentionForm
+from hone.kernels.attention_form import PLAIN_FORM, AttentionForm
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.attention import KEYS, attend
 from hone.kernels.gpu.decode_attention import Divided, attend_alone

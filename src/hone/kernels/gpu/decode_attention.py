@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.language import debug_barrier
 
 from hone.kernels import gpu, row_state
-from hone.kernels.decode import PLAIN_FORM, AttentionForm
+from hone.kernels.attention_form import PLAIN_FORM, AttentionForm
 from hone.kernels.gpu import options, power_of_2
 from hone.kernels.gpu.launching import let_next_start, set_memory_share, wait_only
 from hone.kernels.gpu.row_kernels import head_scales
