@@ -16,6 +16,7 @@ interface in `environment.py`.
 import importlib
 from typing import Any
 
+from hone.environments.command_env import CommandEnv
 from hone.environments.env_group import EnvGroup
 from hone.environments.environment import Environment, ModelClient, State
 from hone.environments.example_data import load_example_dataset
@@ -47,6 +48,7 @@ Messages = list[Message]
 Info = dict[str, Any]
 
 __all__ = [
+    "CommandEnv",
     "EnvGroup",
     "Environment",
     "Example",

@@ -25,7 +25,7 @@ from starlette.routing import Route
 
 from hone.environments.environment import ModelClient
 from hone.http_limits import bounded_config
-from hone.records import ContextFull, Sampling, Turn
+from hone.records import ContextFull, Message, Sampling, Turn
 
 # Keys that would change sampling, with their neutral values; the run decides how to sample.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -46,6 +46,7 @@ class RolloutAccess:
     """URL, model client and recorded turns of one rollout that uses the endpoint.
 
     Attributes:
+        request: messages of the latest request that was answered.
         sessions: by turn, the session that the request named, which is an agent's of verifiers 0.4.
         is_full: True if a request left no space for an answer within the context length.
         failure: error of the client that the latest refused request met.
@@ -55,6 +56,7 @@ class RolloutAccess:
     client: ModelClient
     sampling: Sampling
     turns: list[Turn] = field(default_factory=list)
+    request: list[Message] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
     is_full: bool = False
     failure: Exception | None = None
@@ -174,6 +176,7 @@ class PolicyEndpoint:
         finally:
             access.model_seconds += time.perf_counter() - start
         access.turns.append(turn)
+        access.request = body["messages"]
         access.sessions.append(request.headers.get("x-session-id", ""))
         answer = _encode_completion(turn)
         return _stream_answer(answer) if body.get("stream") else JSONResponse(answer)
