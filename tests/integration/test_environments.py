@@ -11,6 +11,7 @@ import pytest
 
 import hone.environments as vf
 from hone.config.sections import EnvConfig
+from hone.environments.attempt import attempt
 from hone.environments.registry import load_environments
 from hone.evals.results import Folder
 from hone.records import Completion, Sampling, Turn
@@ -251,6 +252,44 @@ def test_arguments_of_the_newest_library_are_checked(arguments, words, tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(ValueError, match=words):
         load_environments([EnvConfig(id="library-env", venv=home, args=arguments)])
+
+
+@pytest.mark.verifiers
+def test_faults_of_the_newest_library_end_their_rollouts_alone(tmp_path, monkeypatch):
+    """A crash, a hang, a flood of output, an error: other rollouts of the same workers are done."""
+    home = os.environ.get("VERIFIERS_0_4_0")
+    if home is None:
+        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
+    source = Path(__file__).parent / "verifiers_v1_faulty.py"
+    (tmp_path / "library_env.py").write_text(source.read_text())
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (environment,) = load_environments([EnvConfig(id="library-env", venv=home, workers=2)]).values()
+
+    class Client:
+        async def chat(self, prompt, sampling):
+            return Turn([1, 2], Completion([3], [-0.5], [0], "stop"), "well")
+
+    faults = {
+        one.id: environment.kept_row(one)["data"]["fault"] for one in environment.get_dataset()
+    }
+
+    def attempt_once(example):
+        fault = faults[example.id]
+        retries = 5 if fault in ("none", "flood") else 0  # a crash takes its worker's others along
+        return attempt(environment, Client(), example, Sampling(1.0, 8), 60.0, retries)
+
+    async def run_all():
+        try:
+            return await asyncio.gather(*map(attempt_once, environment.get_dataset()))
+        finally:
+            await environment.close()
+
+    done = {rollout.example.id: rollout for rollout in asyncio.run(run_all())}
+    assert [done[i].reward for i in (0, 3, 5)] == [1.0, 1.0, 1.0]
+    assert not any(done[i].error for i in (0, 3, 5))
+    assert "ended with exit code 3" in done[1].error
+    assert "no end within 60 s" in done[2].error
+    assert "no reward today" in done[4].error
 
 
 @pytest.mark.main_path

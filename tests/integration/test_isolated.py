@@ -155,3 +155,24 @@ def test_a_worker_that_blocks_is_killed_and_others_go_on(environment, monkeypatc
 
     seconds, done = run(environment, program)
     assert done.reward == 16.0 and seconds < 50  # the environment would block for a minute
+
+
+def test_a_worker_that_sends_too_much_is_killed_and_others_go_on(environment, monkeypatch, caplog):
+    monkeypatch.setattr(module, "MAX_MESSAGE_BYTES", 2**20)
+    well = environment.get_dataset()[0]
+
+    class Flood(Model):
+        async def chat(self, messages, sampling, tools=None):
+            turn = await super().chat(messages, sampling, tools)
+            turn.text = "x" * 2**21
+            return turn
+
+    async def program():
+        with pytest.raises(ConnectionError, match="was killed"):
+            await environment.rollout(Flood(), well, Sampling())
+        assert "sent more than 1 MiB at once" in caplog.text
+        done = await environment.rollout(Model(), well, Sampling())
+        assert done.reward > 0
+        await environment.close()
+
+    asyncio.run(program())

@@ -39,7 +39,7 @@ class Client:
         self.asked.append(prompt.messages)
         text = self.texts[min(len(self.asked), len(self.texts)) - 1]
         ids = [ord(c) % 256 for c in text]
-        return Turn([1, 2, 3], Completion(ids, [-0.5] * len(ids), "stop", [(0, 0)]), text)
+        return Turn([1, 2, 3], Completion(ids, [-0.5] * len(ids), [0] * len(ids), "stop"), text)
 
 
 def run(environment, client, index=0, timeout=60.0):

@@ -154,7 +154,7 @@ class VerifiersEnv(WorkerEnvironment):
 
     async def rollout(self, client: ModelClient, example: Example, sampling: Sampling) -> Rollout:
         worker = self._worker_of(example)
-        row = next(one.rows[example.id] for one in self._kept if one.has_example(example))
+        row = self.kept_row(example)
         asked = {"temperature": sampling.temperature, "max_tokens": sampling.max_tokens, "n": 1}
         async with self.endpoint.open_access(client, sampling) as access:
             message = {"row": row, "url": access.url, "model": "policy", "sampling": asked}
@@ -179,6 +179,10 @@ class VerifiersEnv(WorkerEnvironment):
             "environment": access.seconds - access.model_seconds,
         }
         return rollout
+
+    def kept_row(self, example: Example) -> dict[str, Any]:
+        """Return the library's row of an example."""
+        return next(one.rows[example.id] for one in self._kept if one.has_example(example))
 
     def _worker_of(self, example: Example) -> WorkerProcess:
         """Return the worker for an example's rollout: the least busy one.

@@ -148,8 +148,7 @@ class WorkerProcess:
                 self.process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read_messages(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
-        while line := await process.stdout.readline():
+        while line := await self._read_line(process):
             message: dict[str, Any] = json.loads(line)
             kind, request_id = next(iter(message.items()))
             self._last = time.monotonic()
@@ -170,6 +169,22 @@ class WorkerProcess:
             # Other requests belong to its successor.
             if pending.process is process and not pending.future.done():
                 pending.future.set_exception(error)
+
+    async def _read_line(self, process: asyncio.subprocess.Process) -> bytes:
+        """Return the next message; kill a worker whose message is too long, and return nothing."""
+        assert process.stdout is not None
+        try:
+            return await process.stdout.readline()
+        except ValueError:
+            log.warning(
+                "The worker of %s (%d) sent more than %d MiB at once: it is killed, and its %d rollouts are retried",
+                self.name,
+                process.pid,
+                MAX_MESSAGE_BYTES // 2**20,
+                len(self._pending),
+            )
+            self._kill_process(process)
+            return b""
 
     async def _answer_chat(
         self, request_id: int, client: ModelClient, message: dict[str, Any]
