@@ -292,6 +292,56 @@ def test_faults_of_the_newest_library_end_their_rollouts_alone(tmp_path, monkeyp
     assert "no reward today" in done[4].error
 
 
+@pytest.mark.verifiers
+def test_the_newest_library_s_own_evaluation_gives_our_rewards(server, trained, tmp_path):
+    """Its `vf-eval` against our server, and ours: the same rewards at temperature 0."""
+    home = os.environ.get("VERIFIERS_0_4_0")
+    if home is None:
+        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
+    source = Path(__file__).parent / "verifiers_v1_single.py"
+    (tmp_path / "library_env.py").write_text(source.read_text())
+    own = tmp_path / "data" / "hone" / "environments"  # where `hone env install --isolated` puts it
+    own.mkdir(parents=True)
+    (own / "library-env").symlink_to(home)
+    places = {"PYTHONPATH": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    config = f"""
+model = {str(trained)!r}
+num_rollouts = 1
+push = false
+output_dir = {str(tmp_path / "theirs")!r}
+client = {{ base_url = "{server.url}", api_key_var = "NO_KEY" }}
+sampling = {{ temperature = 0.0, max_tokens = 8 }}
+select = {{ limit = 6 }}
+[env]
+taskset = {{ id = "library-env" }}
+agent = {{ harness = {{ id = "null" }}, runtime = {{ type = "subprocess" }} }}
+"""
+    (tmp_path / "eval.toml").write_text(config)
+    done = subprocess.run(
+        [f"{home}/bin/vf-eval", "@", str(tmp_path / "eval.toml"), "--no-rich"],
+        cwd=tmp_path,
+        env=os.environ | places | {"PATH": f"{home}/bin:{os.environ['PATH']}", "NO_KEY": "none"},
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    (traces,) = (tmp_path / "theirs").rglob("traces.jsonl")
+    theirs = {}
+    for line in traces.open():
+        (trace,) = json.loads(line)["traces"]
+        reward, length = trace["rewards"]["share_right"]["score"], trace["metrics"]["length"]
+        theirs[trace["task"]["data"]["idx"]] = (reward, length)
+    out = tmp_path / "ours"
+    flags = ["-m", trained, "-b", server.url, "-n", 6, "-r", 1, "-T", 0, "-t", 8, "-o", out]
+    command("vf-eval", "library-env", *flags, cwd=tmp_path, env=places)
+    rows = [json.loads(line) for line in (out / "results.jsonl").open()]
+    ours = {row["example_id"]: (row["reward"], row["metrics"]["length"]) for row in rows}
+    assert len(ours) == 6 and ours.keys() == theirs.keys()
+    assert all(ours[i] == pytest.approx(theirs[i]) for i in ours)
+    assert len(set(ours.values())) > 1
+
+
 @pytest.mark.main_path
 def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
