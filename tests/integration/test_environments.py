@@ -293,8 +293,12 @@ def test_faults_of_the_newest_library_end_their_rollouts_alone(tmp_path, monkeyp
 
 
 @pytest.mark.verifiers
-def test_the_newest_library_s_own_evaluation_gives_our_rewards(server, trained, tmp_path):
-    """Its `vf-eval` against our server, and ours: the same rewards at temperature 0."""
+@pytest.mark.parametrize("client", ["eval", "train"])
+def test_the_newest_library_s_own_evaluation_gives_our_rewards(client, server, trained, tmp_path):
+    """Its `vf-eval` against our server, and ours: the same rewards at temperature 0.
+
+    Its client `train` renders the prompts itself, and asks the generate route for token ids.
+    """
     home = os.environ.get("VERIFIERS_0_4_0")
     if home is None:
         pytest.skip("no virtual environment with verifiers 0.4.0 is named")
@@ -304,12 +308,14 @@ def test_the_newest_library_s_own_evaluation_gives_our_rewards(server, trained, 
     own.mkdir(parents=True)
     (own / "library-env").symlink_to(home)
     places = {"PYTHONPATH": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    renderer = f", renderer = {{ name = 'default' }}, renderer_model_name = {str(trained)!r}"
+    renderer = renderer if client == "train" else ""
     config = f"""
 model = {str(trained)!r}
 num_rollouts = 1
 push = false
 output_dir = {str(tmp_path / "theirs")!r}
-client = {{ base_url = "{server.url}", api_key_var = "NO_KEY" }}
+client = {{ type = "{client}", base_url = "{server.url}", api_key_var = "NO_KEY"{renderer} }}
 sampling = {{ temperature = 0.0, max_tokens = 8 }}
 select = {{ limit = 6 }}
 [env]
@@ -332,6 +338,9 @@ agent = {{ harness = {{ id = "null" }}, runtime = {{ type = "subprocess" }} }}
         (trace,) = json.loads(line)["traces"]
         reward, length = trace["rewards"]["share_right"]["score"], trace["metrics"]["length"]
         theirs[trace["task"]["data"]["idx"]] = (reward, length)
+        sampled = [node for node in trace["nodes"] if node["sampled"]]
+        assert all(bool(node["token_ids"]) == (client == "train") for node in sampled)
+        assert all(len(node["logprobs"]) == sum(node["mask"]) for node in sampled)
     out = tmp_path / "ours"
     flags = ["-m", trained, "-b", server.url, "-n", 6, "-r", 1, "-T", 0, "-t", 8, "-o", out]
     command("vf-eval", "library-env", *flags, cwd=tmp_path, env=places)
