@@ -268,30 +268,46 @@ def test_what_is_written_is_read(name, tmp_path, capsys):
     load_config(CLASSES[command], ["@", str(tmp_path / "new" / "old.toml"), *needed])
 
 
-def every_key_is_reported(values, changes, path=""):
+def every_key_is_reported(values, changes):
     """Every value of a file is named by a change, itself or with all of its section."""
     named = {one.key for one in changes}
-    if isinstance(values, dict) and values:
-        return all(
-            every_key_is_reported(value, changes, f"{path}.{key}" if path else key)
-            for key, value in values.items()
-        )
-    parts = path.split(".")
-    sections = {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
-    twins = {one.replace("experimental.", "") for one in sections}
-    is_half = any(path.endswith(end) for end in ("betas2", "dppo_mask_low", "name", "ckpt"))
-    return bool((sections | twins) & named) or is_half or values == {} or "mask" in path
+    for key in list_leaves(values):
+        parts = key.replace("experimental.", "").split(".")
+        prefixes = {".".join(parts[: i + 1]) for i in range(len(parts))}
+        if not (prefixes & named or any(one.startswith(f"{key}[") for one in named)):
+            return False
+    return True
 
 
-@pytest.mark.parametrize("seed", range(20))
+VALUES = (
+    0,
+    1,
+    3,
+    -1,
+    True,
+    "a",
+    2.5,
+    [1],
+    ["a"],
+    [{"id": "a"}],
+    {"a": 1},
+    {"type": "grpo"},
+    "None",
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
 def test_no_known_key_is_dropped_in_silence(seed):
-    """Random files of keys of the tables: each is in the report, and the result is valid."""
+    """Random files of keys of the tables, with values of any type: each key is in the report."""
     draw = random.Random(seed)
-    tables = (prime_rl_keys.RENAMED, prime_rl_keys.NEEDLESS, prime_rl_keys.LOST)
-    keys = [draw.choice(sorted(table)) for table in tables for _ in range(6)]
-    values: dict = {"orchestrator": {"env": [{"id": "reverse-text"}]}}
+    tables = ("RENAMED", "NEEDLESS", "LOST", "CHANGED")
+    keys = [
+        draw.choice(sorted(getattr(prime_rl_keys, table))) for table in tables for _ in range(5)
+    ]
+    command = "sft" if seed % 4 == 0 else "rl"
+    values: dict = {"data": {"name": "d"}} if command == "sft" else {"orchestrator": {"seq_len": 9}}
     for key in keys:
-        if key.startswith(("data.", "val.", "environment")):
+        if command == "rl" and key.startswith(("data.", "val.")):
             continue
         *path, last = key.split(".")
         table = values
@@ -300,13 +316,13 @@ def test_no_known_key_is_dropped_in_silence(seed):
             if not isinstance(table, dict):
                 break
         else:
-            table.setdefault(last, 3)
-    conversion = convert_file(values, "rl")
+            table.setdefault(last, draw.choice(VALUES))
+    conversion = convert_file(values, command)
     named = {one.key for one in conversion.changes}
-    leaves = list_leaves({k: v for k, v in values.items()})
-    for key in leaves:
+    for key in list_leaves(values):
         parts = key.split(".")
-        assert {".".join(parts[: i + 1]) for i in range(len(parts))} & named, key
+        prefixes = {".".join(parts[: i + 1]) for i in range(len(parts))}
+        assert prefixes & named or any(one.startswith(f"{key}[") for one in named), key
 
 
 def list_leaves(values, path=""):

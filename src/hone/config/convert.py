@@ -45,6 +45,13 @@ PRIME_SEQ_LEN = 2048  # prime-rl's default
 SINCE_2026 = ("monitors.", "orchestrator.train.", "orchestrator.group_size", "orchestrator.algo")
 ALL_EXAMPLES = 1_000_000  # in place of -1
 WITHOUT_ARGS = {"harness": {"id": "null"}, "runtime": {"type": "subprocess"}}  # Hone's defaults
+# Keys of a source of prime-rl, and of an environment's entry.
+SOURCE_KEYS = {
+    "group_size": "rollouts_per_example",
+    "sampling.temperature": "temperature",
+    "sampling.max_completion_tokens": "max_tokens",
+}
+MOST_GPUS = 1024  # in a file that is not a mistake
 PENALTIES = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 TOOL_CALLS = {"qwen3_coder": "qwen3_coder", "qwen3_xml": "qwen3_coder", "mistral": "mistral"}
 
@@ -103,7 +110,14 @@ class Conversion:
         table = self.result
         for part in path:
             table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                return False
         return bool(table.setdefault(last, value) == value)
+
+    def table(self, key: str) -> dict[str, Any]:
+        """Return a table that is still to be converted; an empty one if there is none."""
+        found = self.source_value(key)
+        return found if isinstance(found, dict) else {}
 
     def spell(self, key: str) -> str:
         """Return a key as the file spells it: without the component whose own file it is."""
@@ -213,81 +227,99 @@ def _convert_environments(conversion: Conversion) -> None:
             conversion.note(kind, key, None, "" if kind == "kept" else new)
     shares = conversion.take("orchestrator.env_mix.probabilities")
     if shares is not MISSING:
-        for entry, share in zip(entries, shares or [], strict=False):
+        for entry, share in zip(entries, shares if isinstance(shares, list) else [], strict=False):
             entry["ratio"] = share
         conversion.note("changed", "orchestrator.env_mix.probabilities", shares, f"{new}.ratio")
     if entries:
         conversion.put("orchestrator.env", entries)
-    if isinstance(conversion.source.get("orchestrator", {}).get("eval"), dict):
+    if conversion.table("orchestrator.eval"):
         _convert_evaluation(conversion, "orchestrator.eval")
 
 
-def _convert_source(
-    conversion: Conversion, place: str, source: dict[str, Any], new: str
-) -> dict[str, Any]:
+def _convert_source(conversion: Conversion, place: str, source: Any, new: str) -> dict[str, Any]:
     """Return Hone's entry for an environment of any generation; report what changes in it.
 
     `place` and `new` are the entry's names in the file and in the result.
     """
-    source = copy.deepcopy(source)
+    source = copy.deepcopy(source) if isinstance(source, dict) else {"id": source}
     entry: dict[str, Any] = {}
-    env = source.pop("env", None)
-    if env is None:  # before it had a table of its own
-        names = ("taskset", "harness", "agent")
-        env = {name: source.pop(name) for name in names if name in source}
-    if "harness" in env:  # it was beside the taskset, with its runtime
-        harness = dict(env.pop("harness"))
-        runtime = harness.pop("runtime", None)
-        agent = {"harness": harness} | ({} if runtime is None else {"runtime": runtime})
-        env["agent"] = agent | dict(env.get("agent") or {})
+    env = _take_env_table(source)
     if env:
-        taskset = dict(env.pop("taskset", {}))
+        taskset = _make_table(env.pop("taskset", {}))
         entry["id"] = str(taskset.pop("id", source.pop("id", "")))
-        roles = {name: value for name, value in env.items() if value != WITHOUT_ARGS}
+        roles = {name: value for name, value in env.items() if not _is_default_role(value)}
         for name in sorted(env.keys() - roles.keys()):
             why = "harness null in a subprocess is the default"
             conversion.note("not needed", f"{place}.{name}", env[name], why=why)
         args = ({"taskset": taskset} if taskset else {}) | roles
         if args:
             entry["args"] = args
-            conversion.note(
-                "changed", f"{place}.env", None, f"{new}.args", "verifiers' [env] table"
-            )
+            why = "verifiers' [env] table"
+            conversion.note("changed", f"{place}.env", None, f"{new}.args", why)
     else:
         entry["id"] = str(source.pop("id", ""))
-        if "args" in source:
+        if isinstance(source.get("args"), dict):
             entry["args"] = source.pop("args")
-    limit = (source.get("select") or {}).pop("limit", None)
-    if limit is not None:
-        entry.setdefault("args", {})["limit"] = limit
+    if isinstance(source.get("select"), dict) and "limit" in source["select"]:
+        limit = entry.setdefault("args", {})["limit"] = source["select"].pop("limit")
         conversion.note("changed", f"{place}.select.limit", limit, f"{new}.args.limit")
-    for name in ("name", "ratio"):
-        if name in source:
-            entry[name] = source.pop(name)
+    entry |= {name: source.pop(name) for name in ("name", "ratio") if name in source}
     if entry.get("name") == entry["id"]:
         del entry["name"]
-    renamed = {
-        "group_size": "rollouts_per_example",
-        "sampling.temperature": "temperature",
-        "sampling.max_completion_tokens": "max_tokens",
-    }
     for key, value in list(_list_leaves(source)):
-        if key in renamed and not place.startswith(("eval", "orchestrator.eval")):
-            entry[renamed[key]] = value
-            conversion.note("renamed", f"{place}.{key}", value, f"{new}.{renamed[key]}")
-        elif key.startswith("serve."):
-            why = "an environment runs in one process, or in `workers` of them"
-            conversion.note("not needed", f"{place}.{key}", value, why=why)
-        elif key == "algo.type" and _name_algorithm(value):
-            entry["algorithm"] = _name_algorithm(value)
-            conversion.note("renamed", f"{place}.{key}", value, f"{new}.algorithm")
-        elif key.startswith("algo.teacher.") and _put_teacher(conversion, key, value):
-            conversion.note("changed", f"{place}.{key}", value, "orchestrator.teacher")
-        elif not (key == "algo.type" and value == "grpo"):
-            conversion.lose(f"{place}.{key}", value, "an environment's entry has no such key")
-        else:
-            conversion.note("not needed", f"{place}.{key}", value, why="it is the default")
+        if key:
+            _convert_source_key(conversion, (place, key, value), entry, new)
     return entry
+
+
+def _take_env_table(source: dict[str, Any]) -> dict[str, Any]:
+    """Remove and return verifiers' [env] table of an entry, as it has been since August 2026."""
+    if isinstance(source.get("env"), dict):
+        env: dict[str, Any] = source.pop("env")
+    else:  # before it had a table of its own
+        names = ("taskset", "harness", "agent")
+        env = {name: source.pop(name) for name in names if name in source}
+    if "harness" in env:  # it was beside the taskset, with its runtime
+        harness = _make_table(env.pop("harness"))
+        runtime = harness.pop("runtime", None)
+        agent = {"harness": harness} | ({} if runtime is None else {"runtime": runtime})
+        env["agent"] = agent | _make_table(env.get("agent") or {})
+    return env
+
+
+def _make_table(value: Any) -> dict[str, Any]:
+    """Return a table, also of one that is given by its id alone."""
+    return dict(value) if isinstance(value, dict) else {"id": value}
+
+
+def _is_default_role(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        WITHOUT_ARGS.get(name) == one for name, one in value.items()
+    )
+
+
+def _convert_source_key(
+    conversion: Conversion, given: tuple[str, str, Any], entry: dict[str, Any], new: str
+) -> None:
+    """Convert another key of an environment's entry; `given` is the entry's name, key and value."""
+    place, key, value = given
+    old = f"{place}.{key}"
+    is_trained = not place.startswith(("eval", "orchestrator.eval"))
+    if key in SOURCE_KEYS and is_trained:
+        entry[SOURCE_KEYS[key]] = value
+        conversion.note("renamed", old, value, f"{new}.{SOURCE_KEYS[key]}")
+    elif key.startswith("serve."):
+        why = "an environment runs in one process, or in `workers` of them"
+        conversion.note("not needed", old, value, why=why)
+    elif key == "algo.type" and _name_algorithm(value):
+        entry["algorithm"] = _name_algorithm(value)
+        conversion.note("renamed", old, value, f"{new}.algorithm")
+    elif key == "algo.type" and value == "grpo":
+        conversion.note("not needed", old, value, why="it is the default")
+    elif key.startswith("algo.teacher.") and _put_teacher(conversion, key, value):
+        conversion.note("changed", old, value, "orchestrator.teacher")
+    else:
+        conversion.lose(old, value, "an environment's entry has no such key")
 
 
 def _convert_evaluation(conversion: Conversion, at: str) -> None:
@@ -297,8 +329,9 @@ def _convert_evaluation(conversion: Conversion, at: str) -> None:
         found = conversion.take(key)
         if found is MISSING:
             continue
+        found = found if isinstance(found, list) else [found]
         for i, one in enumerate(found):
-            entry = dict(one)
+            entry = _make_table(one)
             _raise_keys(conversion, at, entry, is_single=len(found) == 1, place=f"{key}[{i}]")
             place = f"{key}[{i}]"
             entries.append(
@@ -311,7 +344,7 @@ def _convert_evaluation(conversion: Conversion, at: str) -> None:
     if (skips := conversion.take(f"{at}.skip_first_step")) is not MISSING:
         conversion.change(f"{at}.skip_first_step", skips, f"{at}.at_start", not skips)
     count = conversion.take(f"{at}.num_examples")
-    if count is not MISSING and count is not None and count < 0:
+    if isinstance(count, int) and count < 0:
         conversion.change(f"{at}.num_examples", count, f"{at}.num_examples", ALL_EXAMPLES, "all")
     elif count is not MISSING:
         conversion.put(f"{at}.num_examples", count)
@@ -385,7 +418,8 @@ def _convert_algorithm(conversion: Conversion) -> None:
         kind = "length_corrected" if weighted else "mean"
         conversion.change("orchestrator.advantage", advantage, "orchestrator.advantage", kind)
     elif advantage is not MISSING:
-        conversion.source["orchestrator"]["advantage"] = advantage
+        conversion.put("orchestrator.advantage", advantage)
+        conversion.note("kept", "orchestrator.advantage", advantage)
 
 
 def _convert_teacher(conversion: Conversion, at: str, names: dict[str, str]) -> None:
@@ -437,45 +471,43 @@ def _convert_run(conversion: Conversion) -> None:
         for key, value in given.items():
             if value is not MISSING:
                 conversion.change(key, value, "output_dir", path)
-    step = conversion.take("resume.step")
-    if step is MISSING:
-        step = conversion.take("ckpt.resume_step")
     place = conversion.result.get("output_dir") or conversion.source.get("output_dir", "outputs")
-    if step not in (MISSING, None):
-        newest: bool | str = step == -1 or f"{place}/checkpoints/step_{step}"
-        conversion.change("resume.step", step, "resume", newest)
-    if (checkpoint := conversion.take("resume.dir")) not in (MISSING, None):
+    for key in ("resume.step", "ckpt.resume_step"):
+        if (step := conversion.take(key)) is not MISSING:
+            newest: bool | str = step == -1 or f"{place}/checkpoints/step_{step}"
+            conversion.change(key, step, "resume", newest)
+    if (checkpoint := conversion.take("resume.dir")) is not MISSING:
         conversion.change("resume.dir", checkpoint, "resume", checkpoint)
     if conversion.source.get("resume") == {}:
         conversion.change("resume", conversion.take("resume"), "resume", True)
 
 
 def _convert_gpus(conversion: Conversion) -> None:
-    kind = conversion.source.get("deployment")
-    if not isinstance(kind, dict):
-        return
-    if kind.get("type", "single_node") != "single_node":
+    if conversion.table("deployment").get("type", "single_node") != "single_node":
         return  # reported as lost, with what to do instead
-    conversion.take("deployment.type")
-    counts = {name: conversion.take(f"deployment.num_{name}_gpus") for name in ("infer", "train")}
-    if conversion.command == "sft":
-        for name, count in counts.items():
-            if count is not MISSING and (name == "infer" or count == 1):
-                why = "the trainer evaluates by itself" if name == "infer" else "it is the default"
-                conversion.note("not needed", f"deployment.num_{name}_gpus", count, why=why)
-            elif count is not MISSING:
-                why = f"torchrun --nproc-per-node {count} -m hone sft @ FILE"
-                conversion.lose(f"deployment.num_{name}_gpus", count, why)
-        return
-    sampling = counts["infer"] if counts["infer"] is not MISSING else 1
-    training = counts["train"] if counts["train"] is not MISSING else 1
-    gpus = {
-        "infer": ("inference_gpu_ids", list(range(sampling))),
-        "train": ("trainer_gpu_ids", list(range(sampling, sampling + training))),
-    }
-    for name, (new, ids) in gpus.items():
-        if counts[name] is not MISSING:
-            conversion.change(f"deployment.num_{name}_gpus", counts[name], new, ids)
+    if (kind := conversion.take("deployment.type")) is not MISSING:
+        conversion.note("not needed", "deployment.type", kind, why="it is the default")
+    first = 0
+    for name, new in (("infer", "inference_gpu_ids"), ("train", "trainer_gpu_ids")):
+        old = f"deployment.num_{name}_gpus"
+        count = conversion.source_value(old)
+        number = count if isinstance(count, int) and 0 < count < MOST_GPUS else 1
+        if count == number:
+            conversion.take(old)
+            if conversion.command == "sft":
+                _report_sft_gpus(conversion, old, number)
+            else:
+                conversion.change(old, count, new, list(range(first, first + number)))
+        first += number
+
+
+def _report_sft_gpus(conversion: Conversion, old: str, count: int) -> None:
+    if "infer" in old:
+        conversion.note("not needed", old, count, why="the trainer evaluates by itself")
+    elif count == 1:
+        conversion.note("not needed", old, count, why="it is the default")
+    else:
+        conversion.lose(old, count, f"torchrun --nproc-per-node {count} -m hone sft @ FILE")
 
 
 def _convert_logs(conversion: Conversion) -> None:
@@ -501,7 +533,7 @@ def _convert_lora(conversion: Conversion) -> None:
         old, new = (conversion.spell(f"trainer.{at}") for at in ("model.experimental.lora", "lora"))
         conversion.changes.append(Change("changed", old, None, new, "the section has moved"))
     saved = conversion.source_value("trainer.model.lora.modules_to_save")
-    if isinstance(saved, list):  # patterns of names
+    if isinstance(saved, list) and all(isinstance(name, str) for name in saved):  # patterns
         names = [name.rstrip("$") for name in saved]
         layers = ["input_layernorm", "post_attention_layernorm"]
         whole = [one for name in names for one in (layers if name == "layernorm" else [name])]
@@ -524,7 +556,7 @@ def _convert_memory(conversion: Conversion) -> None:
         key = "trainer.micro_batch_tokens"
         conversion.change("trainer.model.seq_len", tokens, key, tokens, "tokens that are packed")
     for name in ("cp", "ep", "dp_replicate"):
-        if conversion.source.get("trainer", {}).get("model", {}).get(name) in (1, "auto"):
+        if conversion.source_value(f"trainer.model.{name}") in (1, "auto"):
             value = conversion.take(f"trainer.model.{name}")
             conversion.note("not needed", f"trainer.model.{name}", value, why="it is the default")
     for at in ("trainer.model", "model", "orchestrator.model", "inference.model", "inference.vllm"):
@@ -537,20 +569,20 @@ def _convert_memory(conversion: Conversion) -> None:
 
 
 def _convert_optimizer(conversion: Conversion) -> None:
-    betas = [conversion.take(f"trainer.optim.betas{i}") for i in (1, 2)]
-    if any(beta is not MISSING for beta in betas):
-        whole = [
-            default if beta is MISSING else beta
-            for beta, default in zip(betas, (0.9, 0.999), strict=True)
-        ]
-        given = {f"betas{i + 1}": beta for i, beta in enumerate(betas) if beta is not MISSING}
-        conversion.change("trainer.optim.betas1", given, "trainer.optim.betas", whole)
+    keys = [f"trainer.optim.betas{i}" for i in (1, 2)]
+    betas = [conversion.take(key) for key in keys]
+    whole = [
+        default if beta is MISSING else beta
+        for beta, default in zip(betas, (0.9, 0.999), strict=True)
+    ]
+    for key, beta in zip(keys, betas, strict=True):
+        if beta is not MISSING:
+            conversion.change(key, beta, "trainer.optim.betas", whole)
     decay = conversion.take("trainer.scheduler.decay_steps")
     if decay is not MISSING:
-        steps = conversion.source.get("max_steps") or conversion.source.get("trainer", {}).get(
-            "max_steps"
-        )
-        if steps:
+        lengths = (conversion.source_value(key) for key in ("max_steps", "trainer.max_steps"))
+        steps = next((one for one in lengths if isinstance(one, int) and one > 0), 0)
+        if steps and isinstance(decay, int):
             kind = conversion.take("trainer.scheduler.type")
             conversion.change("trainer.scheduler.type", kind, "trainer.scheduler.type", "wsd")
             key = "trainer.scheduler.decay_fraction"
@@ -563,18 +595,19 @@ def _convert_optimizer(conversion: Conversion) -> None:
 
 
 def _convert_loss(conversion: Conversion) -> None:
-    loss = conversion.source.get("trainer", {}).get("loss")
-    if not isinstance(loss, dict):
+    loss = conversion.table("trainer.loss")
+    if not loss:
         return
     at = "trainer.loss"
     kind = conversion.take(f"{at}.type")
     low, high = (conversion.take(f"{at}.dppo_mask_{end}") for end in ("low", "high"))
     if kind == "default" or low is not MISSING or high is not MISSING:
         conversion.change(f"{at}.type", kind, f"{at}.type", "dppo")
-        shifts = [shift for shift in (low, high) if shift is not MISSING]
-        if shifts:
-            conversion.change(f"{at}.dppo_mask_high", shifts, f"{at}.max_shift", shifts[-1])
-        if len(set(shifts)) > 1:
+        if high is not MISSING:
+            conversion.change(f"{at}.dppo_mask_high", high, f"{at}.max_shift", high)
+        if low is not MISSING and low == high:
+            conversion.note("not needed", f"{at}.dppo_mask_low", low, why="max_shift says it")
+        elif low is not MISSING:
             conversion.lose(f"{at}.dppo_mask_low", low, "max_shift is of both directions")
     elif kind == "custom":
         path = str(conversion.take(f"{at}.import_path"))
@@ -612,8 +645,7 @@ def _convert_sampler(conversion: Conversion) -> None:
         if (reasoning := conversion.take(f"{at}.reasoning_parser")) is not MISSING:
             why = "the text is passed on as it was sampled"
             conversion.note("not needed", f"{at}.reasoning_parser", reasoning, why=why)
-        table = conversion.source.get("inference", {}).get(at.rpartition(".")[2])
-        for key in list(table) if isinstance(table, dict) else []:
+        for key in list(conversion.table(at)):
             old = f"{at}.{key}"
             if find_counterpart(old) in (None, find_counterpart("inference.vllm")):
                 value = conversion.take(old)
@@ -644,7 +676,7 @@ def _convert_data(conversion: Conversion) -> None:
         conversion.change("data.loss_mask", roles, "data.train_on", trained)
     splits = conversion.take("data.splits")
     if splits not in (MISSING, None):
-        if isinstance(splits, list) and len(set(splits)) == 1:
+        if isinstance(splits, list) and splits and splits.count(splits[0]) == len(splits):
             conversion.change("data.splits", splits, "data.split", splits[0])
         else:
             conversion.lose("data.splits", splits, "all data sets have one split")
@@ -738,7 +770,7 @@ def find_command(values: dict[str, Any], stem: str) -> Command:
 
 def convert_file(values: dict[str, Any], command: Command) -> Conversion:
     """Convert the values of a file of `rl`, of one of its components, or of `sft`."""
-    values = copy.deepcopy(values)
+    given, values = values, copy.deepcopy(values)
     if command in COMPONENTS:
         conversion = Conversion({command: values}, command)
         convert_rl(conversion)
@@ -747,8 +779,19 @@ def convert_file(values: dict[str, Any], command: Command) -> Conversion:
     else:
         conversion = Conversion(values, command)
         (convert_sft if command == "sft" else convert_rl)(conversion)
+    _report_forgotten(conversion, given)
     _drop_invalid(conversion, command)
     return conversion
+
+
+def _report_forgotten(conversion: Conversion, given: dict[str, Any]) -> None:
+    """Report keys as lost that no step has reported, such as a number in place of a table."""
+    named = {one.key for one in conversion.changes}
+    for key, value in _list_leaves(given):
+        parts = key.split(".")
+        prefixes = {".".join(parts[: i + 1]) for i in range(len(parts))}
+        if not (prefixes & named or any(one.startswith(f"{key}[") for one in named)):
+            conversion.changes.append(Change("lost", key, value, why="it cannot be converted"))
 
 
 def _drop_invalid(conversion: Conversion, command: Command) -> None:
