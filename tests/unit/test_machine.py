@@ -132,3 +132,27 @@ def test_a_module_of_the_working_directory_is_not_imported(tmp_path):
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "was_run").exists()
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, machine.ALLOCATOR_SETTING),
+        ({"CUDA_VISIBLE_DEVICES": ""}, None),
+        ({"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, None),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+            "max_split_size_mb:64",
+        ),
+    ],
+)
+def test_gpu_memory_grows_unless_the_user_says_otherwise(given, expected, monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    machine.prepare_environment()
+    assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    passed_on = machine.other_programs_environment().get("PYTORCH_ALLOC_CONF")
+    assert passed_on == (None if expected == machine.ALLOCATOR_SETTING else expected)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)

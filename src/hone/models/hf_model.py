@@ -189,7 +189,10 @@ class HFModel(LanguageModel):
     @cached_property
     @torch.no_grad()
     def _trial(self) -> _TrialAttention | None:
-        """Attention of a pass over two tokens, if the pass made the host wait for nothing, else None."""
+        """Attention of a pass over two tokens, if the pass made the host wait for nothing, else None.
+
+        Other threads must not wait for the GPU meanwhile.
+        """
         weight = self.embed.weight
         if not gpu.has_kernels(weight):
             return None
@@ -247,6 +250,8 @@ class HFModel(LanguageModel):
         kind = type(self.whole).__name__
         try:
             self._check_pass(kind)
+            if self.embed.weight.is_cuda:
+                _ = self._trial  # now, while no other thread uses the GPU
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
             first = (str(error).strip().splitlines() or [""])[0]
             raise ValueError(
