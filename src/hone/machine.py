@@ -23,7 +23,6 @@ SILENCE_SECONDS = 15.0
 # Seconds that imports usually take; the largest factor for deadlines.
 USUAL_START = 3.0
 MAX_SLOWNESS = 3.0
-# Torch's segments of GPU memory grow, so that blocks of other sizes than the freed ones fit.
 ALLOCATOR_VARIABLE, ALLOCATOR_SETTING = "PYTORCH_ALLOC_CONF", "expandable_segments:True"
 GC_ALLOCATIONS = 20_000  # allocations between two runs of the young generation's collection
 _slowness = 1.0
@@ -65,14 +64,16 @@ def prepare_environment() -> None:
         there = usable_gpus()
         own = [there[int(i) % len(there)] for i in wanted.split(",")] if there else []
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+
+
+def grow_gpu_segments() -> None:
+    """Let torch's segments of GPU memory grow, unless the user has set how it allocates.
+
+    Blocks of other sizes than the freed ones then fit. Call this before torch is imported, in
+    processes that share no GPU memory with others: a handle of such memory needs further rights.
+    """
     if usable_gpus() and not {ALLOCATOR_VARIABLE, "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ[ALLOCATOR_VARIABLE] = ALLOCATOR_SETTING
-
-
-def other_programs_environment() -> dict[str, str]:
-    """Return the environment for programs with settings of their own for torch, such as vLLM."""
-    is_ours = os.environ.get(ALLOCATOR_VARIABLE) == ALLOCATOR_SETTING
-    return {k: v for k, v in os.environ.items() if not (is_ours and k == ALLOCATOR_VARIABLE)}
 
 
 def ensure_home() -> None:

@@ -1,5 +1,6 @@
 """On transformers' modules and on Hone's own: logits, gradients, greedy tokens are those of transformers."""
 
+import copy
 import json
 
 import pytest
@@ -734,3 +735,20 @@ def test_norms_of_modules_use_the_kernel_where_they_are_rms_norms(kind, monkeypa
         x = torch.randn(2, 3, *norm.weight.shape, generator=torch.Generator().manual_seed(1))
         with torch.no_grad():
             torch.testing.assert_close(norm(x), type(norm).forward(norm, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid", "qwen3"])
+def test_a_copy_of_a_model_does_not_follow_the_policy(kind):
+    """As a reference model: training changes the weights of the policy alone."""
+    config = AutoConfig.for_model(KINDS.get(kind, kind), **SHAPE | FAMILIES[kind])
+    spec = parse_model_config(config.to_dict(), implementation="transformers")
+    model = empty_model(spec, torch.float32, "cpu")
+    model.init_weights(torch.Generator().manual_seed(0))
+    reference = copy.deepcopy(model)
+    ids = list(range(20))
+    before = score_sequence(reference, ids)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    assert score_sequence(reference, ids) == before
+    assert score_sequence(model, ids) != before

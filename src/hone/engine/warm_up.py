@@ -44,7 +44,8 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
         ways += [
             Key(B, TokenSampler.PLAIN, False, 0, parts, False) for B in sorted({1, most}) if most
         ]
-    ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with shared prompts
+    if graphs.can_share:
+        ways.append(Key(top, TokenSampler.PLAIN, False, 8, 1, False))  # with shared prompts
     length = min(WARM_UP_PROMPT_TOKENS, engine.max_model_len - 1)
     pages = list(range(engine.pool.pages_needed(length)))
     for count in PROMPTS:

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
+from hone import machine
 from hone.child_process import HONE, end_processes, start_process
 from hone.config.rl_config import RLConfig
 from hone.environments import Environment
@@ -39,6 +40,7 @@ def run_rl(
 
         run_components(config, callbacks)
     else:
+        machine.grow_gpu_segments()
         from hone.launch.colocated import main as colocated
 
         colocated(config, callbacks, environments)

@@ -1,10 +1,13 @@
 """`sft`: the trainer, with evaluation between steps if configured."""
 
+from hone import machine
 from hone.config.sft_config import SFTConfig
-from hone.trainer.sft.train import main as train
 
 
 def main(config: SFTConfig) -> None:
+    machine.grow_gpu_segments()
+    from hone.trainer.sft.train import main as train
+
     if config.eval is None:
         return train(config)
     from hone.evals.in_training import Evaluation

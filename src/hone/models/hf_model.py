@@ -172,7 +172,8 @@ class HFModel(LanguageModel):
         """Return the hidden states after the final norm, T x D, or N x D with `keep_N`."""
         self.current.attend = attend
         for layer in self.blocks:  # not its parts, which may have dropout
-            layer.training = self.recomputes
+            # Checkpointing reads the random state, which no CUDA graph can do.
+            layer.training = self.recomputes and torch.is_grad_enabled()
         keys = {"position_ids": positions_T[None], "use_cache": False, "attend": attend}
         out = self.whole.get_decoder()(input_ids=tokens_T[None], **keys)
         hidden_TD: Tensor = out.last_hidden_state[0] * self.logit_factor

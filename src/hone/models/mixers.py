@@ -122,21 +122,29 @@ def make_mixer(module: nn.Module) -> Mixer:
         raise ValueError(
             f"{type(module).__name__} needs transformers {MIXER_VERSION} or later, found {transformers.__version__}"
         )
-    forward = module.forward
-    known = inspect.signature(forward).parameters
+    known = inspect.signature(type(module).forward).parameters
     name = next((name for name in CACHE_NAMES if name in known), None)
     if name is None:
         raise ValueError(
             f"{type(module).__name__} is not supported: it takes none of {', '.join(CACHE_NAMES)}"
         )
 
-    def mix(x_BLD: Tensor, before: MixerState | None) -> tuple[Tensor, MixerState]:
+    return _ModuleMixer(module, name)
+
+
+@dataclass(frozen=True)
+class _ModuleMixer:
+    """Mixer that a module of transformers computes. A deep copy of a model has its own modules."""
+
+    module: nn.Module
+    cache_name: str
+
+    def __call__(self, x_BLD: Tensor, before: MixerState | None) -> tuple[Tensor, MixerState]:
         if before is not None and x_BLD.shape[1] == 1 and torch.is_grad_enabled():
             # Modules compute a single token in place, without gradients.
-            y_BLD, after = mix(nn.functional.pad(x_BLD, (0, 0, 0, 1)), before)
+            y_BLD, after = self(nn.functional.pad(x_BLD, (0, 0, 0, 1)), before)
             return y_BLD[:, :1], after  # no sequence continues from it
         cache = StateCache(before)
-        y_BLD = forward(hidden_states=x_BLD, **{name: cache})
+        forward = type(self.module).forward
+        y_BLD = forward(self.module, hidden_states=x_BLD, **{self.cache_name: cache})
         return y_BLD, cache.state
-
-    return mix

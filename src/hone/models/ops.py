@@ -236,7 +236,7 @@ class GpuOps(Ops):
     def project_branch(
         self, layer: Linear, x_TI: Tensor, norm: RMSNorm | None, factor: float
     ) -> Tensor | Branch:
-        if not gpu.takes(x_TI) or (norm is not None and _is_sharded(norm)):
+        if not gpu.takes(x_TI):
             return super().project_branch(layer, x_TI, norm, factor)
         if layer.delta is not None:
             return Branch(self.linear(layer, x_TI), norm, factor)

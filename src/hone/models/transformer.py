@@ -123,7 +123,10 @@ class GeneralBlock(Block):
         delta = ops.project_branch(out, mixed_TD, self.attention_norm_after, self.factor)
         x_TD, normed_TD = ops.add_normed(self.mlp_norm, x_TD, delta)
         gated_TF = self.mlp.gate(ops.linear(self.mlp.gate_up, normed_TD))
-        return x_TD, ops.project_branch(down, gated_TF, self.mlp_norm_after, self.factor)
+        delta = ops.project_branch(down, gated_TF, self.mlp_norm_after, self.factor)
+        if hasattr(self, "unshard"):  # ranks gather this block's norms for this block only
+            return ops.add_normed(None, x_TD, delta)[0], None
+        return x_TD, delta
 
 
 def make_block(spec: ModelSpec, layer: int) -> Block:

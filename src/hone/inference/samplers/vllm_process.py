@@ -28,7 +28,6 @@ import hone
 from hone.child_process import describe_exit, end_processes, start_process
 from hone.config.inference_config import InferenceConfig
 from hone.inference.samplers.vllm_files import VllmFiles
-from hone.machine import other_programs_environment
 
 HOME = "hone-vllm-"  # prefix of the directory's name; the process id follows
 # Versions; earlier ones have no weight control over HTTP.
@@ -108,7 +107,7 @@ class VllmProcess:
                 config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu
             ),
         ]
-        self.environment = other_programs_environment() | build_environment(kv_cache_gib)
+        self.environment = os.environ | build_environment(kv_cache_gib)
         if shares:  # this package only, not what is installed beside it
             modules = self.home / "modules"
             modules.mkdir()

@@ -396,6 +396,7 @@ def decode(
             width,
             form,
         )
+    assert form == AttentionForm(scale=form.scale) and cos.shape[1] == qkv.shape[2]
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]
     out = qkv.new_empty(B, H * E)

@@ -186,7 +186,9 @@ def alone_kernel(
     end = gl.minimum(origin + (part + 1) * size, L)
     if GROWTH != 0.0:
         times = (position // GROWTH_LENGTH).to(gl.float32)
-        scale_log2 = scale_log2 * (1.0 + GROWTH * gl.log(1.0 + times))
+        # Rounded as in training, which multiplies the queries.
+        growth = (1.0 + GROWTH * gl.log(1.0 + times)).to(dtype).to(gl.float32)
+        scale_log2 = scale_log2 * growth
     # Pieces of 16 bytes, turned against each other so that those below each other lie in different banks.
     SHORT: gl.constexpr = max(1, 64 // E)
     in_tiles: gl.constexpr = gl.SwizzledSharedLayout(VECTOR, SHORT, 8 // SHORT, [2, 1, 0])
