@@ -247,3 +247,35 @@ def test_the_example_rewards_a_repair(monkeypatch):
     assert "The tests fail" in json.dumps(bad.messages)
     broken = run(environment, Client("```python calc.py\ndef\n```"))
     assert broken.reward < 0.5
+
+
+def test_pipes_and_links_of_the_program_do_not_stop_the_reward():
+    script = "ask('one')\nos.mkfifo('tests.txt')\nos.symlink('/tmp', 'other')"
+    info = {"reward_files": {"tests.txt": "0.75", "other/a.txt": "b"}}
+    rollout = run(
+        make(script, {"info": info}, reward_command=["sh", "-c", "cat tests.txt"]), Client("a")
+    )
+    assert (rollout.reward, rollout.error) == (0.75, None)
+    assert not Path("/tmp/a.txt").exists()
+
+
+def test_a_reward_that_is_no_number_fails_the_rollout():
+    rollout = run(make("ask('one')", reward_command=["echo", "nan"]), Client("a"))
+    assert rollout.error == "the reward is nan"
+
+
+def test_a_program_cannot_reach_another_rollout():
+    """Each rollout has a secret of its own in its address."""
+
+    async def addresses():
+        environment = make("ask('one')")
+        async with (
+            environment.endpoint.open_access(Client("a"), Sampling()) as one,
+            environment.endpoint.open_access(Client("a"), Sampling()) as two,
+        ):
+            found = one.url.rsplit("/", 2)[1], two.url.rsplit("/", 2)[1]
+        await environment.close()
+        return found
+
+    one, two = asyncio.run(addresses())
+    assert one != two and min(len(one), len(two)) > 16

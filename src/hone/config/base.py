@@ -269,7 +269,7 @@ def _merge_file(
         raise ConfigError(f"{name}: cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not valid TOML: {error}") from None
-    content = _clear_none(_to_snake_case(content, free, path[-1] if path else ""))
+    content = clear_none(_to_snake_case(content, free, path[-1] if path else ""))
     for key in _list_leaves(content, path):
         origins[key] = name
     for part in reversed(path):
@@ -330,12 +330,12 @@ def _to_snake_case(value: Any, free: dict[str, bool], under: str = "") -> Any:
     return {names[key]: _to_snake_case(one, free, names[key]) for key, one in value.items()}
 
 
-def _clear_none(value: Any) -> Any:
+def clear_none(value: Any) -> Any:
     """Replace the string "None" by None, since TOML has no null."""
     if isinstance(value, dict):
-        return {k: _clear_none(v) for k, v in value.items()}
+        return {k: clear_none(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [_clear_none(v) for v in value]
+        return [clear_none(v) for v in value]
     return None if value == "None" else value
 
 

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 
 from pydantic import ValidationError
 
-from hone.config.base import Config, ConfigError, find_sections, users_keys
+from hone.config.base import Config, ConfigError, clear_none, find_sections, users_keys
 from hone.config.help import format_toml
-from hone.config.prime_rl_keys import find_counterpart
+from hone.config.prime_rl_keys import RENAMED, find_counterpart
 
 EXIT_LOST = 3
 MISSING: Any = object()
@@ -32,8 +32,9 @@ MARKS: list[tuple[Command, tuple[str, ...]]] = [
     ("rl", ("orchestrator", "toml_files")),
     ("sft", ("data",)),
     ("rl", ("trainer", "inference")),
-    ("orchestrator", ("batch_size", "rollouts_per_example", "group_size", "env", "train")),
-    ("eval", ("select", "num_rollouts", "client", "sampling")),
+    ("orchestrator", ("batch_size", "train")),
+    ("eval", ("select", "num_rollouts", "client", "source", "env")),
+    ("orchestrator", ("rollouts_per_example", "group_size")),
     ("inference", ("vllm", "server", "parallel", "gpu_memory_utilization")),
     ("trainer", ("optim", "loss", "scheduler")),
 ]
@@ -52,6 +53,9 @@ SOURCE_KEYS = {
     "sampling.max_completion_tokens": "max_tokens",
 }
 MOST_GPUS = 1024  # in a file that is not a mistake
+# Sections of files that must be tables.
+SECTIONS = (*COMPONENTS, "model", "data", "optim", "ckpt", "log", "monitors")
+KEPT_SECTIONS = ("orchestrator.buffer.",)  # whose keys Hone has in part
 PENALTIES = ("top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 TOOL_CALLS = {"qwen3_coder": "qwen3_coder", "qwen3_xml": "qwen3_coder", "mistral": "mistral"}
 
@@ -192,15 +196,13 @@ def add_defaults(conversion: Conversion) -> None:
                 why = "prime-rl samples up to seq_len"
                 conversion.note("added", key, None, _spell(conversion.spell(key), length), why)
     is_of_2026 = any(one.key.startswith(SINCE_2026) for one in conversion.changes)
-    if is_of_2026 and conversion.command == "rl" and not result.get("trainer", {}).get("loss"):
-        if any(one.key.startswith("trainer.loss") for one in conversion.changes):
-            return
-        if "algorithm" not in result:
-            key = "trainer.loss.type"
-            conversion.put(key, "dppo")
-            conversion.note(
-                "added", key, None, _spell(key, "dppo"), "prime-rl's default since 2026"
-            )
+    has_loss = any(
+        one.key.startswith("trainer.loss.type") for one in conversion.changes
+    ) or "type" in result.get("trainer", {}).get("loss", {})
+    if is_of_2026 and conversion.command == "rl" and not has_loss and "algorithm" not in result:
+        key, why = "trainer.loss.type", "prime-rl's default since 2026"
+        conversion.put(key, "dppo")
+        conversion.note("added", key, None, _spell(key, "dppo"), why)
 
 
 # ------------------------------------------------------------------------------------ environments
@@ -227,9 +229,13 @@ def _convert_environments(conversion: Conversion) -> None:
             conversion.note(kind, key, None, "" if kind == "kept" else new)
     shares = conversion.take("orchestrator.env_mix.probabilities")
     if shares is not MISSING:
-        for entry, share in zip(entries, shares if isinstance(shares, list) else [], strict=False):
-            entry["ratio"] = share
-        conversion.note("changed", "orchestrator.env_mix.probabilities", shares, f"{new}.ratio")
+        key = "orchestrator.env_mix.probabilities"
+        if isinstance(shares, list) and len(shares) == len(entries):
+            for entry, share in zip(entries, shares, strict=True):
+                entry["ratio"] = share
+            conversion.note("changed", key, shares, f"{new}.ratio")
+        else:
+            conversion.lose(key, shares, "one number for each environment is wanted")
     if entries:
         conversion.put("orchestrator.env", entries)
     if conversion.table("orchestrator.eval"):
@@ -262,6 +268,8 @@ def _convert_source(conversion: Conversion, place: str, source: Any, new: str) -
             entry["args"] = source.pop("args")
     if isinstance(source.get("select"), dict) and "limit" in source["select"]:
         limit = entry.setdefault("args", {})["limit"] = source["select"].pop("limit")
+        if not source["select"]:
+            del source["select"]
         conversion.note("changed", f"{place}.select.limit", limit, f"{new}.args.limit")
     entry |= {name: source.pop(name) for name in ("name", "ratio") if name in source}
     if entry.get("name") == entry["id"]:
@@ -356,8 +364,11 @@ def _convert_evaluation(conversion: Conversion, at: str) -> None:
         ("sampling.max_completion_tokens", "max_tokens"),
     ):
         if (value := conversion.take(f"{at}.{old}")) is not MISSING:
-            conversion.put(f"{at}.{new}", value)
-            conversion.note("renamed", f"{at}.{old}", value, conversion.spell(f"{at}.{new}"))
+            name = conversion.spell(f"{at}.{new}")
+            if conversion.put(f"{at}.{new}", value):
+                conversion.note("renamed", f"{at}.{old}", value, name)
+            else:
+                conversion.lose(f"{at}.{old}", value, f"{name} has another value already")
 
 
 def _raise_keys(
@@ -394,6 +405,8 @@ def _convert_algorithm(conversion: Conversion) -> None:
     if mode is not MISSING:
         if _name_algorithm(mode):
             conversion.change("orchestrator.training_mode", mode, "algorithm", mode)
+        elif mode != "rl":
+            conversion.lose("orchestrator.training_mode", mode, "this mode is not here")
         else:
             conversion.note(
                 "not needed", "orchestrator.training_mode", mode, why="it is the default"
@@ -413,10 +426,13 @@ def _convert_algorithm(conversion: Conversion) -> None:
     names = {"model.name": "model", "client.base_url": "base_url"}
     _convert_teacher(conversion, "orchestrator.teacher", names)
     advantage = conversion.take("orchestrator.advantage")
-    if isinstance(advantage, dict):
+    if isinstance(advantage, dict) and advantage.keys() <= {"length_weighted_mean"}:
         weighted = advantage.get("length_weighted_mean", False)
         kind = "length_corrected" if weighted else "mean"
         conversion.change("orchestrator.advantage", advantage, "orchestrator.advantage", kind)
+    elif isinstance(advantage, dict):
+        why = "docs/algorithms.md lists advantages, and how to write one"
+        conversion.lose("orchestrator.advantage", advantage, why)
     elif advantage is not MISSING:
         conversion.put("orchestrator.advantage", advantage)
         conversion.note("kept", "orchestrator.advantage", advantage)
@@ -668,8 +684,8 @@ def _convert_data(conversion: Conversion) -> None:
                 )
     elif kind is not MISSING:
         conversion.note("not needed", "data.type", kind, why="it is the default")
-    if conversion.take("data.fake") not in (MISSING, None):
-        conversion.change("data.fake", {}, "data.fake", True)
+    if isinstance(conversion.source_value("data.fake"), dict):
+        conversion.change("data.fake", conversion.take("data.fake"), "data.fake", True)
     roles = conversion.take("data.loss_mask")
     if isinstance(roles, dict):
         trained = [role for role, is_on in ({"assistant": True} | roles).items() if is_on]
@@ -697,8 +713,12 @@ def _convert_rest(conversion: Conversion) -> None:
         is_here = _is_known(cls, key)
         if is_sft and found is None and not is_here and key.partition(".")[0] in TRAINED:
             found = find_counterpart(f"trainer.{key}")
+        if found is not None and found.is_lost and is_here and key.startswith(KEPT_SECTIONS):
+            found = None
         if found is not None and not found.key:
             conversion.note("lost" if found.is_lost else "not needed", key, value, why=found.why)
+        elif found is not None and found.key not in RENAMED.values():
+            conversion.lose(key, value, f"its value cannot be converted to {found.key}")
         elif found is not None:
             new = found.key.removeprefix("trainer.") if is_sft else found.key
             if conversion.put(new, value):
@@ -706,8 +726,11 @@ def _convert_rest(conversion: Conversion) -> None:
             else:
                 conversion.lose(key, value, f"{conversion.spell(new)} has another value already")
         elif is_here or _is_known(cls, short):
-            conversion.put(key if is_here else short, value)
-            conversion.note("kept", key, value)
+            name = key if is_here else short
+            if conversion.put(name, value):
+                conversion.note("kept", key, value)
+            else:
+                conversion.lose(key, value, f"{name} has another value already")
         else:
             conversion.lose(key, value, "neither Hone nor this conversion knows it")
 
@@ -770,7 +793,11 @@ def find_command(values: dict[str, Any], stem: str) -> Command:
 
 def convert_file(values: dict[str, Any], command: Command) -> Conversion:
     """Convert the values of a file of `rl`, of one of its components, or of `sft`."""
-    given, values = values, copy.deepcopy(values)
+    given = values
+    values = clear_none(copy.deepcopy(values))
+    for name in SECTIONS:
+        if name in values and not isinstance(values[name], dict | None):
+            raise ConfigError(f"{name}: a table is wanted, found {values[name]!r}")
     if command in COMPONENTS:
         conversion = Conversion({command: values}, command)
         convert_rl(conversion)
@@ -837,9 +864,19 @@ def convert_evaluation(values: dict[str, Any]) -> tuple[list[str], list[Change]]
     """Return the words of `vf-eval` for an evaluation's file, and what became of its keys."""
     conversion = Conversion(copy.deepcopy(values), "eval")
     env = conversion.take("env")
-    source = {"env": env} if isinstance(env, dict) else {"id": env}
+    if env is MISSING:
+        env = conversion.take("source")
+    if isinstance(env, list) and len(env) == 1:
+        env = env[0]
+    source = {"id": env}
+    if isinstance(env, dict):  # a source has the table below its key env
+        source = env if "env" in env or "id" in env else {"env": env}
     entry = _convert_source(conversion, "env", {} if env is MISSING else source, "-a")
-    words = ["vf-eval", entry["id"] or "ENV"]
+    if not entry["id"] or entry["id"].startswith(("[", "{")):
+        raise ConfigError(
+            "an evaluation of one environment is wanted: [env] with a taskset or an id"
+        )
+    words = ["vf-eval", entry["id"]]
     flags: dict[str, str] = {
         "model": "-m",
         "model.name": "-m",
@@ -861,9 +898,14 @@ def convert_evaluation(values: dict[str, Any]) -> tuple[list[str], list[Change]]
         value = (
             conversion.take(key) if not isinstance(conversion.source_value(key), dict) else MISSING
         )
-        if value is MISSING:
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is MISSING or flag in words:
+            if value is not MISSING:
+                conversion.lose(key, value, f"{flag} has another value already")
             continue
-        words += [flag] if value is True else [flag, str(value)]
+        if flag != "-v" or value is True:
+            words += [flag] if value is True else [flag, str(value)]
         conversion.note("changed", key, value, f"{flag} {value}")
     if entry.get("args"):
         words += ["-a", json.dumps(entry["args"])]
@@ -896,6 +938,18 @@ def print_report(file: str, command: str, changes: list[Change], stream: Any) ->
     kept = list(dict.fromkeys(one.key for one in changes if one.kind == "kept"))
     if kept:
         print(f"#   kept       {', '.join(kept)}", file=stream)
+
+
+def _write_new(path: Path, text: str) -> None:
+    """Write a file that does not exist yet. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already; give another directory: -o DIR") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def main(argv: list[str]) -> int:
@@ -935,7 +989,6 @@ def main(argv: list[str]) -> int:
         if args.output is None:
             print(text, end="")
         else:
-            args.output.mkdir(parents=True, exist_ok=True)
             suffix = ".sh" if command == "eval" else ".toml"
-            (args.output / file.with_suffix(suffix).name).write_text(text)
+            _write_new(args.output / file.with_suffix(suffix).name, text)
     return 0 if is_whole else EXIT_LOST

@@ -7,7 +7,6 @@ example ─► folder with its files ─► command (OPENAI_BASE_URL) ─► Pol
 import asyncio
 import contextlib
 import json
-import math
 import os
 import shutil
 import signal
@@ -104,7 +103,8 @@ class CommandEnv(Environment):
         for example in [*self.get_dataset(), *self.get_eval_dataset()]:
             written = (example.info.get(key) or {} for key in ("files", "reward_files"))
             for name in chain.from_iterable(written):
-                if Path(name).is_absolute() or ".." in Path(name).parts:
+                parts = Path(name).parts
+                if Path(name).is_absolute() or ".." in parts or not parts:
                     raise ValueError(
                         f"row {example.id}: the file {name!r} is outside of its folder"
                     )
@@ -146,7 +146,8 @@ class CommandEnv(Environment):
                 f"{_last_line(ended.output)}"
             )
         stop = ended.limit or ("" if ended.code == 0 else f"exit_{ended.code}")
-        rollout = Rollout(example, access.turns, _continue(example, access.request), stop=stop)
+        messages = _continue(example, access.request)
+        rollout = Rollout(example, list(access.turns), messages, stop=stop)
         rollout.messages.append(access.turns[-1].assistant_message)
         start = time.perf_counter()
         await asyncio.to_thread(_write_files, folder, None, info.get("reward_files"))
@@ -165,15 +166,24 @@ class CommandEnv(Environment):
         return rollout
 
     async def _compute_reward(self, folder: Path) -> float:
-        ended = await self._run_program(self.reward_command, folder, {}, self.reward_seconds, "")
-        with contextlib.suppress(ValueError):
-            reward = float(_last_line(ended.output))
-            if math.isfinite(reward) and not ended.limit:
-                return reward
-        return 1.0 if ended.code == 0 and not ended.limit else 0.0
+        ended = await self._run_program(
+            self.reward_command, folder, {}, self.reward_seconds, "", has_errors=False
+        )
+        if ended.limit:
+            return 0.0
+        try:
+            return float(_last_line(ended.output))  # not finite: the rollout fails
+        except ValueError:
+            return 1.0 if ended.code == 0 else 0.0
 
     async def _run_program(
-        self, words: list[str], folder: Path, variables: dict[str, str], seconds: float, task: str
+        self,
+        words: list[str],
+        folder: Path,
+        variables: dict[str, str],
+        seconds: float,
+        task: str,
+        has_errors: bool = True,
     ) -> Ended:
         # Not this process's environment, which may hold keys.
         variables = {
@@ -190,6 +200,7 @@ class CommandEnv(Environment):
             task,
             seconds,
             self.output_bytes,
+            has_errors,
         )
 
     def _check_containment(self) -> None:
@@ -229,7 +240,18 @@ def bubblewrap_words(folder: Path, readable: Sequence[str]) -> list[str]:
     It sees its own processes alone. The network stays, since the program asks the policy through it.
     """
     words = [BUBBLEWRAP, "--die-with-parent", "--new-session", "--unshare-pid", "--unshare-ipc"]
-    words += ["--unshare-uts", "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp"]
+    # Root would keep its capabilities, by which it can mount.
+    words += [
+        "--cap-drop",
+        "ALL",
+        "--unshare-uts",
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--tmpfs",
+        "/tmp",
+    ]
     for path in SYSTEM_PATHS:
         words += ["--ro-bind-try", path, path]
     for path in dict.fromkeys(readable):
@@ -244,6 +266,7 @@ async def run_limited(
     task: str,
     seconds: float,
     output_bytes: int,
+    has_errors: bool = True,
 ) -> Ended:
     """Run a program in a process group of its own; end the group at a limit, and when it has ended.
 
@@ -252,6 +275,7 @@ async def run_limited(
         task: text on its standard input.
         seconds: longest run; limit "timeout".
         output_bytes: most output; limit "output".
+        has_errors: the output has standard error too, else it is discarded.
 
     Raises RuntimeError if it cannot be started.
     """
@@ -263,7 +287,7 @@ async def run_limited(
             env=variables,
             stdin=pipe,
             stdout=pipe,
-            stderr=asyncio.subprocess.STDOUT,
+            stderr=asyncio.subprocess.STDOUT if has_errors else asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
     except OSError as error:
@@ -343,20 +367,30 @@ async def _end_group(process: asyncio.subprocess.Process) -> None:
 
 
 def _write_files(folder: Path, source: str | None, files: dict[str, str] | None) -> None:
-    """Copy a directory and write files, in place of links that a program may have left there."""
+    """Copy a directory and write files, in place of what a program may have left there."""
     if source:
         shutil.copytree(source, folder, dirs_exist_ok=True)
     for name, text in (files or {}).items():
+        parts = Path(name).parts
+        for count in range(1, len(parts)):
+            parent = folder.joinpath(*parts[:count])
+            if not _is_real_folder(parent):
+                parent.unlink(missing_ok=True)
+                parent.mkdir()
         path = folder / name
-        for parent in reversed(path.relative_to(folder).parents):
-            if (folder / parent).is_symlink() or (folder / parent).is_file():
-                (folder / parent).unlink()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_symlink() or path.is_file():
-            path.unlink()
-        elif path.is_dir():
+        if _is_real_folder(path):
             shutil.rmtree(path)
-        path.write_text(text)
+        else:
+            path.unlink(missing_ok=True)  # a link or a pipe too
+        # Not through a link that a program puts there meanwhile.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o644), "w") as file:
+            file.write(text)
+
+
+def _is_real_folder(path: Path) -> bool:
+    """Return True for a directory, but not for a link to one."""
+    return path.is_dir() and not path.is_symlink()
 
 
 def _continue(example: Example, request: list[Message]) -> list[Message]:

@@ -1,13 +1,12 @@
 """Serve the policy on loopback as an OpenAI-compatible API, with one URL per rollout.
 
-    POST /SECRET/NUMBER/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
+    POST /SECRET/v1/chat/completions ─► the rollout's client.chat ─► the answer; the turn is recorded
 
 Environments in other processes send their model requests to this API.
 """
 
 import asyncio
 import contextlib
-import itertools
 import json
 import secrets
 import socket
@@ -48,6 +47,7 @@ class RolloutAccess:
     Attributes:
         request: messages of the latest request that was answered.
         sessions: by turn, the session that the request named, which is an agent's of verifiers 0.4.
+        is_open: False once the rollout has ended; later answers are not its turns.
         is_full: True if a request left no space for an answer within the context length.
         failure: error of the client that the latest refused request met.
     """
@@ -59,6 +59,7 @@ class RolloutAccess:
     request: list[Message] = field(default_factory=list)
     sessions: list[str] = field(default_factory=list)
     is_full: bool = False
+    is_open: bool = True
     failure: Exception | None = None
     seconds: float = 0.0
     model_seconds: float = 0.0
@@ -78,9 +79,7 @@ class PolicyEndpoint:
     """OpenAI-compatible server of the policy on 127.0.0.1, started when first used."""
 
     def __init__(self) -> None:
-        self.secret = secrets.token_urlsafe(16)
-        self.numbers = itertools.count()
-        self.accesses: dict[int, RolloutAccess] = {}
+        self.accesses: dict[str, RolloutAccess] = {}  # by their secret
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
@@ -88,17 +87,18 @@ class PolicyEndpoint:
     async def open_access(
         self, client: ModelClient, sampling: Sampling
     ) -> AsyncIterator[RolloutAccess]:
-        number = next(self.numbers)
-        access = RolloutAccess(
-            f"http://127.0.0.1:{await self._get_port()}/{self.secret}/{number}/v1", client, sampling
-        )
-        self.accesses[number] = access
+        # A secret of its own: programs of one rollout must not reach another's.
+        secret = secrets.token_urlsafe(16)
+        url = f"http://127.0.0.1:{await self._get_port()}/{secret}/v1"
+        access = RolloutAccess(url, client, sampling)
+        self.accesses[secret] = access
         start = time.perf_counter()
         try:
             yield access
         finally:
             access.seconds = time.perf_counter() - start
-            del self.accesses[number]
+            access.is_open = False
+            del self.accesses[secret]
 
     async def close(self) -> None:
         server = self._server
@@ -120,11 +120,11 @@ class PolicyEndpoint:
             self._socket.listen(2048)
             routes = [
                 Route(
-                    "/{secret}/{number:int}/v1/chat/completions",
+                    "/{secret}/v1/chat/completions",
                     self._answer_chat,
                     methods=["POST"],
                 ),
-                Route("/{secret}/{number:int}/v1/models", self._list_models),
+                Route("/{secret}/v1/models", self._list_models),
             ]
             settings = bounded_config(
                 Starlette(routes=routes),
@@ -139,9 +139,7 @@ class PolicyEndpoint:
         return port
 
     def _find_access(self, request: Request) -> RolloutAccess | None:
-        if not secrets.compare_digest(request.path_params["secret"], self.secret):
-            return None
-        return self.accesses.get(request.path_params["number"])
+        return self.accesses.get(request.path_params["secret"])
 
     async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model"}]})
@@ -175,6 +173,8 @@ class PolicyEndpoint:
             return _build_refusal(503, str(error))
         finally:
             access.model_seconds += time.perf_counter() - start
+        if not access.is_open:  # it ended while the model answered
+            return _build_refusal(404, "there is no such rollout any more")
         access.turns.append(turn)
         access.request = body["messages"]
         access.sessions.append(request.headers.get("x-session-id", ""))
