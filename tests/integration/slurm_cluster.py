@@ -140,7 +140,11 @@ class Cluster:
                     time.sleep(0.1)
 
     def state(self, job: str) -> str:
-        said = self._run("scontrol", "show", "job", job)
+        deadline = time.monotonic() + HANG_SECONDS
+        # A busy controller does not answer in time, and scontrol then says nothing.
+        while not (said := self._run("scontrol", "show", "job", job, ok=False)):
+            assert time.monotonic() < deadline, f"scontrol says nothing of job {job}"
+            time.sleep(0.5)
         return next(word for word in said.split() if word.startswith("JobState=")).removeprefix(
             "JobState="
         )
