@@ -133,10 +133,20 @@ class Conversion:
 
     def change(self, old: str, value: Any, new: str, converted: Any, why: str = "") -> None:
         """Record and set a key whose value changes."""
-        if self.put(new, converted):
+        if self.put_or_lose(old, value, new, converted):
             self.note("changed", old, value, _spell(self.spell(new), converted), why)
-        else:
+
+    def rename(self, old: str, value: Any, new: str) -> None:
+        """Record and set a key that has another name here."""
+        if self.put_or_lose(old, value, new, value):
+            self.note("renamed", old, value, self.spell(new))
+
+    def put_or_lose(self, old: str, value: Any, new: str, converted: Any) -> bool:
+        """Set key `new`; return False, and record `old` as lost, if it has another value already."""
+        is_set = self.put(new, converted)
+        if not is_set:
             self.lose(old, value, f"{self.spell(new)} has another value already")
+        return is_set
 
     def lose(self, key: str, value: Any, why: str) -> None:
         self.note("lost", key, value, why=why)
@@ -364,11 +374,7 @@ def _convert_evaluation(conversion: Conversion, at: str) -> None:
         ("sampling.max_completion_tokens", "max_tokens"),
     ):
         if (value := conversion.take(f"{at}.{old}")) is not MISSING:
-            name = conversion.spell(f"{at}.{new}")
-            if conversion.put(f"{at}.{new}", value):
-                conversion.note("renamed", f"{at}.{old}", value, name)
-            else:
-                conversion.lose(f"{at}.{old}", value, f"{name} has another value already")
+            conversion.rename(f"{at}.{old}", value, f"{at}.{new}")
 
 
 def _raise_keys(
@@ -721,16 +727,10 @@ def _convert_rest(conversion: Conversion) -> None:
             conversion.lose(key, value, f"its value cannot be converted to {found.key}")
         elif found is not None:
             new = found.key.removeprefix("trainer.") if is_sft else found.key
-            if conversion.put(new, value):
-                conversion.note("renamed", key, value, conversion.spell(new))
-            else:
-                conversion.lose(key, value, f"{conversion.spell(new)} has another value already")
+            conversion.rename(key, value, new)
         elif is_here or _is_known(cls, short):
-            name = key if is_here else short
-            if conversion.put(name, value):
+            if conversion.put_or_lose(key, value, key if is_here else short, value):
                 conversion.note("kept", key, value)
-            else:
-                conversion.lose(key, value, f"{name} has another value already")
         else:
             conversion.lose(key, value, "neither Hone nor this conversion knows it")
 

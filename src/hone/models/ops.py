@@ -269,14 +269,11 @@ class ExactOps(GpuOps):
 def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
     """Return True if the next layer accepts a `Scaled`: a norm not yet divided by rms(x)."""
     norm, layer = following
-    if not isinstance(layer, Linear) or layer.delta is not None or _is_sharded(norm):
+    # Ranks shard a norm's weight, and gather it for its own block only.
+    is_sharded = hasattr(norm.weight, "to_local")
+    if not isinstance(layer, Linear) or layer.delta is not None or is_sharded:
         return False
     return gpu.is_few(stream_TD, layer.weight)
-
-
-def _is_sharded(norm: RMSNorm) -> bool:
-    """Return True if ranks shard a norm's weight; it is then gathered for its own block only."""
-    return hasattr(norm.weight, "to_local")
 
 
 TORCH = Ops()
