@@ -236,11 +236,38 @@ class Rollout:
     timings: dict[str, float] = field(default_factory=dict)
     # State kept for reward functions.
     state: dict[str, Any] = field(default_factory=dict, repr=False)
+    agent: str = ""  # role of the agent that it is of, in an environment with several
+    # Of an episode with several trained agents: the rollout of each, with its own reward.
+    parts: list["Rollout"] = field(default_factory=list)
+
+    @classmethod
+    def join_agents(cls, example: Example, parts: list["Rollout"]) -> "Rollout":
+        """Return the rollout of an episode of several agents, which are trained on one by one.
+
+        Its reward is the mean of theirs, and its metrics are `agent/metric`, the mean over the
+        agents of one role.
+        """
+        messages = [{**message, "agent": part.agent} for part in parts for message in part.messages]
+        joined = cls(example, [turn for part in parts for turn in part.turns], messages)
+        joined.reward = sum(part.reward for part in parts) / len(parts)
+        found: dict[str, list[float]] = {}
+        for part in parts:
+            for name, value in part.metrics.items():
+                found.setdefault(f"{part.agent}/{name}", []).append(value)
+        joined.metrics = {name: sum(values) / len(values) for name, values in found.items()}
+        joined.stop = ", ".join(dict.fromkeys(part.stop for part in parts if part.stop))
+        joined.parts = parts
+        return joined
+
+    def split_agents(self) -> list["Rollout"]:
+        """Return the rollouts to train on: those of its agents that said something, or itself."""
+        return [part for part in self.parts if part.turns] or [self]
 
     def to_json(self) -> dict[str, Any]:
         """Return the rollout as JSON values, without state that JSON cannot hold."""
         state = {key: value for key, value in self.state.items() if _is_json(value)}
         parts = {"example": asdict(self.example), "turns": [asdict(turn) for turn in self.turns]}
+        parts["parts"] = [part.to_json() for part in self.parts]
         return {**vars(self), **parts, "state": state}
 
     @classmethod
@@ -249,7 +276,8 @@ class Rollout:
         example = found["example"]
         example = example if isinstance(example, Example) else Example(**example)
         turns = [Turn.from_json(turn) for turn in found["turns"]]
-        return cls(**{**found, "example": example, "turns": turns})
+        parts = [cls.from_json(part) for part in found.get("parts", [])]
+        return cls(**{**found, "example": example, "turns": turns, "parts": parts})
 
     @property
     def is_truncated(self) -> bool:

@@ -18,6 +18,7 @@ from hone.records import Completion, Sampling, Turn
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command
+from .scripted_server import start_server
 
 TOOLS = """
 import json
@@ -155,25 +156,32 @@ def test_an_evaluation_is_saved_gone_on_with_compared_and_shown(server, trained,
     assert "no folder of results" in none.stderr
 
 
+V1_ENVIRONMENTS = Path(__file__).parent / "v1_environments"
 LIBRARY_ENVIRONMENTS = [
     (version, kind)
     for kind in ("single", "multi", "tool", "group")
     for version in ("0.1.14", "0.3.1")
-] + [("0.4.0", "v1_single"), ("0.4.0", "v1_multi"), ("0.4.0", "v1_tool")]
+] + [("0.4.0", kind) for kind in ("three_turns", "kuhn_poker", "forgetful")]
+
+
+def library_home(version):
+    """Return the virtual environment of a version of verifiers, or skip the test."""
+    home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
+    if home is None:
+        pytest.skip(f"no virtual environment with verifiers {version} is named")
+    return home
 
 
 @pytest.mark.verifiers
 @pytest.mark.parametrize(("version", "kind"), LIBRARY_ENVIRONMENTS)
 def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, tmp_path):
     """With the library's own Python, as `hone env install --isolated` makes it: VERIFIERS_0_1_14, VERIFIERS_0_3_1."""
-    home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
-    if home is None:
-        pytest.skip(f"no virtual environment with verifiers {version} is named")
-    (tmp_path / "library_env.py").write_text(
-        (Path(__file__).parent / f"verifiers_{kind}.py").read_text()
-    )
-    # Each rollout of the v1 API starts processes.
-    size, group = (4, 2) if kind.startswith("v1") else (8, 4)
+    home = library_home(version)
+    source = V1_ENVIRONMENTS / f"{kind}.py"
+    if not source.exists():
+        source = Path(__file__).parent / f"verifiers_{kind}.py"
+    (tmp_path / "library_env.py").write_text(source.read_text())
+    size, group = 8, 4
     out = tmp_path / "run"
     command(
         "rl",
@@ -206,19 +214,21 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
     ]
     rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
     drawn = sum(len(turn["ids"]) for r in rollouts if r["is_used"] for turn in r["turns"])
-    assert len(rollouts) == size and not any(r["error"] for r in rollouts)
+    assert not any(r["error"] for r in rollouts)
     assert rows[1]["tokens/trained"] == drawn and rows[1]["mismatch_kl/max"] < 1e-6
+    if kind == "kuhn_poker":
+        check_both_players(rollouts, size)
+        return
+    assert len(rollouts) == size
     for r in rollouts:
+        turns = len(r["turns"])
+        if kind == "forgetful":  # its harness shows the model other messages than the trace keeps
+            assert turns == r["reward"] == 3.0
+            continue
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
-        assert len(said) == len(r["turns"]) == (3 if kind.endswith("multi") else 1)
-    if kind == "v1_multi":
+        assert len(said) == turns == (3 if kind in ("multi", "three_turns") else 1)
+    if kind == "three_turns":
         assert all(r["reward"] == r["metrics"]["turns"] == 3.0 for r in rollouts)
-    if kind == "v1_tool":
-        for r in rollouts:
-            assert r["metrics"]["knows_tools"] == 0.25
-            assert r["reward"] == 0.25 + r["metrics"]["has_answered"]
-    if kind == "v1_single":
-        assert {r["metrics"]["share_right"] == r["reward"] for r in rollouts} == {True}
     if kind == "group":
         for start in (0, 4):
             group = rollouts[start : start + 4]
@@ -232,6 +242,123 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
             )
 
 
+def check_both_players(rollouts, episodes):
+    """Both players of a hand are rollouts of their own, unless the first forfeits at once."""
+    first, second = ([r for r in rollouts if r["agent"] == agent] for agent in ("first", "second"))
+    assert len(first) == episodes and len(second) <= episodes
+    assert len(second) == sum(len(r["turns"]) > 0 for r in second)
+    for r in rollouts:
+        assert r["reward"] == r["metrics"]["chips"]
+        assert [m["role"] for m in r["completion"][:3]] == ["system", "user", "assistant"]
+        if r["metrics"]["forfeits"]:
+            assert r["reward"] == -1.0
+
+
+@pytest.mark.verifiers
+@pytest.mark.parametrize(
+    ("name", "reward", "metrics"),
+    [
+        ("glossary", 0.75, {"has_answered": 0.5}),
+        ("scratchpad", 1.0, {"own_word": 1.0}),
+        ("kuhn_poker", 0.0, {"first/forfeits": 0.0, "second/forfeits": 0.0}),
+        ("code_golf", 1.5, {"golfer/passes": 1.0, "golfer/is_shortest": 0.5}),
+        ("color_codeword", 1.0, {}),
+    ],
+)
+def test_environments_of_the_newest_library_are_evaluated(name, reward, metrics, tmp_path):
+    """Against a server that plays by rules: with tools, several agents, code and images."""
+    own = tmp_path / "data" / "hone" / "environments"  # where `hone env install --isolated` puts it
+    own.mkdir(parents=True)
+    (own / name).symlink_to(library_home("0.4.0"))
+    places = {"PYTHONPATH": str(V1_ENVIRONMENTS), "XDG_DATA_HOME": str(tmp_path / "data")}
+    out = tmp_path / "ours"
+    server = start_server()
+    flags = [
+        "-m",
+        "scripted",
+        "-b",
+        f"http://127.0.0.1:{server.server_port}/v1",
+        "-r",
+        2,
+        "-o",
+        out,
+    ]
+    try:
+        if name == "code_golf":
+            refused = command("vf-eval", name, *flags, ok=False, cwd=tmp_path, env=places)
+            assert "GolfTask.passes can run what the model writes" in refused.stderr
+            flags += ["-a", '{"allow_code_on_this_machine": true}']
+        command("vf-eval", name, "-n", 4, *flags, "--html", cwd=tmp_path, env=places)
+    finally:
+        server.shutdown()
+    rows = [json.loads(line) for line in (out / "results.jsonl").open()]
+    assert len(rows) == (4 if name in ("glossary", "code_golf") else 8)
+    assert sum(row["reward"] for row in rows) / len(rows) == reward
+    for row in rows:
+        assert metrics.items() <= row["metrics"].items() and not row["error"]
+        said = [m for m in row["completion"] if m["role"] == "assistant"]
+        assert len(said) == len(row["turns"])
+    if name == "kuhn_poker":
+        assert all(abs(row["metrics"]["first/chips"]) in (1.0, 2.0) for row in rows)
+        assert {m["agent"] for row in rows for m in row["completion"]} == {"first", "second"}
+    if name == "glossary":
+        called = rows[0]["completion"][0]["tool_calls"][0]["function"]
+        assert called["name"] == "glossary_look_up"
+
+
+@pytest.mark.verifiers
+def test_environments_of_the_newest_library_are_learned(trained, tmp_path):
+    """Two of them in one run: the reward of each rises."""
+    names = ("reverse_lines", "scratchpad")
+    out = tmp_path / "run"
+    home = library_home("0.4.0")
+    flags = ["--max-steps", 16, "--seq-len", 160, "--orchestrator.sampling.max-tokens", 8]
+    flags += ["--orchestrator.batch-size", 96, "--orchestrator.rollouts-per-example", 8]
+    for name in names:
+        flags += ["--orchestrator.env", json.dumps({"id": name, "venv": home})]
+    recipe = ["@", f"{TINY}/rl.toml", "--model.name", trained, "--output-dir", out]
+    command("rl", *recipe, *flags, env={"PYTHONPATH": str(V1_ENVIRONMENTS)})
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").open()]
+    for name in names:
+        rewards = [row[f"reward/{name}"] for row in rows if f"reward/{name}" in row]
+        assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.03
+    assert all(0 < row["time/rollout/environment"] < 60 for row in rows)
+
+
+@pytest.mark.verifiers
+def test_512_rollouts_of_the_newest_library_in_flight(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(V1_ENVIRONMENTS))
+    settings = EnvConfig(id="three-turns", venv=library_home("0.4.0"), workers=2)
+    (environment,) = load_environments([settings]).values()
+    waiting = 0
+    most = 0
+
+    class Client:
+        async def chat(self, prompt, sampling):
+            nonlocal waiting, most
+            waiting += 1
+            most = max(most, waiting)
+            for _ in range(100):  # until nearly all rollouts ask the model at the same time
+                if most >= 500:
+                    break
+                await asyncio.sleep(1.0)
+            waiting -= 1
+            return Turn([1, 2], Completion([3], [-0.5], [0], "stop"), "well")
+
+    async def run_all():
+        examples = environment.get_dataset() * 128
+        try:
+            work = (attempt(environment, Client(), one, Sampling(1.0, 8)) for one in examples)
+            return await asyncio.gather(*work)
+        finally:
+            await environment.close()
+
+    done = asyncio.run(run_all())
+    assert len(done) == 512 and most >= 500
+    assert [rollout.error for rollout in done if rollout.error] == []
+    assert all(rollout.reward == 3.0 and len(rollout.turns) == 3 for rollout in done)
+
+
 @pytest.mark.verifiers
 @pytest.mark.parametrize(
     ("arguments", "words"),
@@ -243,27 +370,19 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
         ({"taskset": {"nope": 1}}, r"env.args.taskset.*nope"),
     ],
 )
-def test_arguments_of_the_newest_library_are_checked(arguments, words, tmp_path, monkeypatch):
-    home = os.environ.get("VERIFIERS_0_4_0")
-    if home is None:
-        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
-    source = Path(__file__).parent / "verifiers_v1_single.py"
-    (tmp_path / "library_env.py").write_text(source.read_text())
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+def test_arguments_of_the_newest_library_are_checked(arguments, words, monkeypatch):
+    home = library_home("0.4.0")
+    monkeypatch.setenv("PYTHONPATH", str(V1_ENVIRONMENTS))
     with pytest.raises(ValueError, match=words):
-        load_environments([EnvConfig(id="library-env", venv=home, args=arguments)])
+        load_environments([EnvConfig(id="reverse-lines", venv=home, args=arguments)])
 
 
 @pytest.mark.verifiers
-def test_faults_of_the_newest_library_end_their_rollouts_alone(tmp_path, monkeypatch):
+def test_faults_of_the_newest_library_end_their_rollouts_alone(monkeypatch):
     """A crash, a hang, a flood of output, an error: other rollouts of the same workers are done."""
-    home = os.environ.get("VERIFIERS_0_4_0")
-    if home is None:
-        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
-    source = Path(__file__).parent / "verifiers_v1_faulty.py"
-    (tmp_path / "library_env.py").write_text(source.read_text())
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (environment,) = load_environments([EnvConfig(id="library-env", venv=home, workers=2)]).values()
+    home = library_home("0.4.0")
+    monkeypatch.setenv("PYTHONPATH", str(V1_ENVIRONMENTS))
+    (environment,) = load_environments([EnvConfig(id="faulty", venv=home, workers=2)]).values()
 
     class Client:
         async def chat(self, prompt, sampling):
@@ -305,15 +424,11 @@ def test_the_newest_library_s_own_evaluation_gives_our_rewards(client, server, t
 
     Its client `train` renders the prompts itself, and asks the generate route for token ids.
     """
-    home = os.environ.get("VERIFIERS_0_4_0")
-    if home is None:
-        pytest.skip("no virtual environment with verifiers 0.4.0 is named")
-    source = Path(__file__).parent / "verifiers_v1_single.py"
-    (tmp_path / "library_env.py").write_text(source.read_text())
+    home = library_home("0.4.0")
     own = tmp_path / "data" / "hone" / "environments"  # where `hone env install --isolated` puts it
     own.mkdir(parents=True)
-    (own / "library-env").symlink_to(home)
-    places = {"PYTHONPATH": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+    (own / "reverse-lines").symlink_to(home)
+    places = {"PYTHONPATH": str(V1_ENVIRONMENTS), "XDG_DATA_HOME": str(tmp_path / "data")}
     renderer = f", renderer = {{ name = 'default' }}, renderer_model_name = {str(trained)!r}"
     renderer = renderer if client == "train" else ""
     config = f"""
@@ -325,7 +440,7 @@ client = {{ type = "{client}", base_url = "{server.url}", api_key_var = "NO_KEY"
 sampling = {{ temperature = 0.0, max_tokens = 8 }}
 select = {{ limit = 6 }}
 [env]
-taskset = {{ id = "library-env" }}
+taskset = {{ id = "reverse-lines" }}
 agent = {{ harness = {{ id = "null" }}, runtime = {{ type = "subprocess" }} }}
 """
     (tmp_path / "eval.toml").write_text(config)
@@ -349,7 +464,7 @@ agent = {{ harness = {{ id = "null" }}, runtime = {{ type = "subprocess" }} }}
         assert all(len(node["logprobs"]) == sum(node["mask"]) for node in sampled)
     out = tmp_path / "ours"
     flags = ["-m", trained, "-b", server.url, "-n", 6, "-r", 1, "-T", 0, "-t", 8, "-o", out]
-    command("vf-eval", "library-env", *flags, cwd=tmp_path, env=places)
+    command("vf-eval", "reverse-lines", *flags, cwd=tmp_path, env=places)
     rows = [json.loads(line) for line in (out / "results.jsonl").open()]
     ours = {row["example_id"]: (row["reward"], row["metrics"]["length"]) for row in rows}
     assert len(ours) == 6 and ours.keys() == theirs.keys()
@@ -362,7 +477,8 @@ def test_the_worker_of_the_library_needs_nothing_of_hone():
     """It is run by Pythons that have no Hone."""
     place = Path(__file__).parents[2] / "src" / "hone" / "environments" / "protocols"
     script = place / "verifiers_worker.py"
-    for file in (script, place / "verifiers_v1_worker.py", place / "worker_loop.py"):
+    names = ("verifiers_v1_worker.py", "worker_loop.py", "in_process_chat.py", "forked_tools.py")
+    for file in (script, *(place / name for name in names)):
         assert "import hone" not in file.read_text() and "from hone" not in file.read_text()
     done = subprocess.run(
         ["python3", "-I", "-S", script, "x", "examples"], capture_output=True, text=True

@@ -4,6 +4,8 @@ import json
 import math
 from typing import Any
 
+from hone.text.messages import show_message
+
 SEARCHED_CHARACTERS = 4000  # characters searched at the beginning and at the end of a rollout
 
 
@@ -50,15 +52,7 @@ def _mean_logprob(turns: list[dict[str, Any]]) -> float | None:
 
 
 def _message_text(message: Any) -> str:
-    if not isinstance(message, dict):
-        return ""
-    content = message.get("content") or ""
-    calls = (
-        json.dumps(message["tool_calls"], ensure_ascii=False) if message.get("tool_calls") else ""
-    )
-    return (
-        content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-    ) + calls
+    return show_message(message) if isinstance(message, dict) else ""
 
 
 def clean_text(value: Any) -> str:

@@ -14,6 +14,7 @@ def row_of(rollout: Rollout, env: str, token_ids: bool = True) -> dict[str, Any]
     return {
         "env": env,
         "task": example.task,
+        **({"agent": rollout.agent} if rollout.agent else {}),
         "example_id": example.id,
         "prompt": example.prompt,
         "completion": rollout.messages,
@@ -74,4 +75,5 @@ def rollout_of(row: dict[str, Any]) -> Rollout:
         row["error"],
         row.get("stop") or "",
         row.get("timings") or {},
+        agent=row.get("agent") or "",
     )

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from hone.text.messages import show_message, show_role
+
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
 h1 { font-size: 1.4rem } table { border-collapse: collapse } td, th { padding: .1rem .8rem .1rem 0; text-align: left }
@@ -69,12 +71,10 @@ def _render_rollout(number: int, row: dict[str, Any]) -> str:
 
 
 def _render_message(message: dict[str, Any]) -> str:
-    calls = "".join(
-        f"\n{json.dumps(call.get('function', call))}" for call in message.get("tool_calls") or []
-    )
     role = message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "user"
-    text = _render_text(str(message.get("content") or "") + calls)
-    return f"<div class=role>{_render_text(message['role'])}</div><pre class={role}>{text}</pre>"
+    text = _render_text(show_message(message))
+    label = _render_text(show_role(message))
+    return f"<div class=role>{label}</div><pre class={role}>{text}</pre>"
 
 
 def _render_text(value: Any) -> str:

@@ -32,6 +32,7 @@ from hone.evals.own_server import endpoint_for
 from hone.evals.paired_statistics import SIGMAS, clustered_error, pass_at_k
 from hone.evals.results import Folder, find_unfinished
 from hone.records import Example, Rollout, Sampling
+from hone.text.messages import show_message, show_role
 from hone.text.printable import make_line, make_printable
 
 MAX_LEADING_FAILURES = 16  # failures before any success after which the rest is skipped
@@ -299,8 +300,7 @@ def print_results(settings: dict[str, Any], rollouts: list[Rollout], verbose: bo
 def _print_rollout(console: Console, rollout: Rollout) -> None:
     console.print("--- Example ---")
     for message in [*rollout.example.prompt, *rollout.messages]:
-        calls = "".join(f" {call['function']}" for call in message.get("tool_calls") or [])
-        said = make_printable(f"{message['role']}: {message.get('content') or ''}{calls}")
+        said = make_printable(f"{show_role(message)}: {show_message(message)}")
         console.print(escape(said), soft_wrap=True)
     error = escape(make_printable(rollout.error or ""))
     console.print(f"error: {error}" if error else f"reward: {rollout.reward:.3f}")

@@ -68,10 +68,14 @@ def judge_group(
         return
     counts_failed = settings.failed == "zero"
     counted = [i for i, r in enumerate(rollouts) if not r.error or (counts_failed and not r.turns)]
-    advantages = _compute_advantages([rollouts[i] for i in counted], advantage, settings)
-    for i, value in zip(counted, advantages.tolist(), strict=True):
-        group.advantages[i] = value
-    group.unused = _find_unused_reason(group, settings, buffer, has_signal(advantages))
+    for agent in dict.fromkeys(rollout.agent for rollout in rollouts):
+        own = [i for i in counted if rollouts[i].agent == agent]
+        # The baseline is of one role: the seats of a game have different chances.
+        advantages = _compute_advantages([rollouts[i] for i in own], advantage, settings)
+        for i, value in zip(own, advantages.tolist(), strict=True):
+            group.advantages[i] = value
+    signal = has_signal(np.array(group.advantages))
+    group.unused = _find_unused_reason(group, settings, buffer, signal)
     _add_samples(group, settings)
 
 

@@ -351,6 +351,7 @@ class Orchestrator:
         await score_group_or_fail(
             self.environments[task.env], rollouts, self.config.rollout_timeout
         )
+        rollouts = [own for rollout in rollouts for own in rollout.split_agents()]
         group = Group(task, rollouts, failures)
         judge_group(group, self.advantages[task.env], settings, self.config.buffer)
         if self.teacher is not None and settings.teacher_logprobs and group.samples:

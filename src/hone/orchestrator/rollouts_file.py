@@ -15,6 +15,7 @@ from hone.orchestrator.group import Group, samples_of, tokens_of
 from hone.orchestrator.schedule import Task
 from hone.records import Message
 from hone.run_directory import appearing_directory
+from hone.text.messages import show_message
 
 FILE = "rollouts.jsonl"
 
@@ -65,15 +66,7 @@ def tracker_rows(step: int, groups: list[Group]) -> list[dict[str, Any]]:
 
 def join_texts(messages: list[Message]) -> str:
     """Return the texts of messages, with their tool calls."""
-    calls = [
-        json.dumps([call.get("function") for call in m["tool_calls"]])
-        if m.get("tool_calls")
-        else ""
-        for m in messages
-    ]
-    return "\n".join(
-        f"{m.get('content') or ''}{call}" for m, call in zip(messages, calls, strict=True)
-    )
+    return "\n".join(map(show_message, messages))
 
 
 def read_group(directory: Path, number: int, temperatures: dict[str, float]) -> Group | None:

@@ -69,6 +69,34 @@ def _normalize_message(message: Any, place: str) -> Message:
     return result
 
 
+def show_message(message: Mapping[str, Any]) -> str:
+    """Return a message's text for people, followed by its tool calls, a line each.
+
+    What is no text, such as an image, is shown as its type in brackets.
+    """
+    calls = message.get("tool_calls")
+    lines = [_show_content(message.get("content"))]
+    for call in calls if isinstance(calls, list) else []:
+        called = call.get("function", call) if isinstance(call, dict) else call
+        lines.append(json.dumps(called, ensure_ascii=False, default=str))
+    return "\n".join(line for line in lines if line)
+
+
+def show_role(message: Mapping[str, Any]) -> str:
+    """Return a message's role for people, with the agent if there are several."""
+    agent = message.get("agent")
+    return f"{message['role']} ({agent})" if agent else str(message["role"])
+
+
+def _show_content(content: Any) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        return json.dumps(content, ensure_ascii=False, default=str)
+    parts = [part if isinstance(part, dict) else {"text": str(part)} for part in content]
+    return " ".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
+
+
 def join_parts(content: Any, place: str, is_tool: bool = False) -> Any:
     """Return the text of a message's content: a string, or joined text parts.
 

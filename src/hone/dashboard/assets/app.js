@@ -379,6 +379,11 @@ function Tokens({ one, mode, advantage, picked, pick }) {
   return html`<div class="tokens mono" ref=${place} tabindex="0" role="listbox" aria-label="tokens; arrow keys move" onKeyDown=${move} onClick=${e => { const i = e.target.closest("[data-i]"); if (i) pick(+i.dataset.i); }}>${one.text.map((text, i) => html`<span data-i=${i} class=${`token${one.sampled[i] === null ? " given" : ""}${picked === i ? " picked" : ""}`} style=${{ background: tint(mode, one, i, advantage, first) }}>${text.includes("\n") ? html`<span class="nl">↵</span>${text}` : text}</span>`)}${one.cut > 0 && html`<span class="soft"> … ${one.cut} more tokens</span>`}</div>`;
 }
 
+function showContent(content) {
+  if (Array.isArray(content)) return content.map(part => part.text ?? (typeof part === "string" ? part : `[${part.type}]`)).join(" ");
+  return typeof content === "string" ? content : content ? JSON.stringify(content, null, 1) : "";
+}
+
 function Rollout({ run, n, asked, keep }) {
   const { data, error } = usePolled(() => api(`/api/rollout?${query({ run: run.id, n })}`), [run.id, n], 0);
   const mode = asked.mode || "sampled", [picked, pick] = useState(asked.token ? +asked.token : null);
@@ -398,7 +403,7 @@ function Rollout({ run, n, asked, keep }) {
       ${data.answer ? html`<dt>right answer</dt><dd class="mono">${String(data.answer)}</dd>` : ""}
       <dt>took</dt><dd>${short(data.seconds)} s${Object.keys(data.timings || {}).length > 0 && ` (${Object.entries(data.timings).map(([name, s]) => `${name} ${short(s)}`).join(", ")})`}</dd></dl>
     ${asked.group && html`<${Group} run=${run} at=${at} keep=${keep} />`}
-    ${[...(data.prompt || []), ...(data.completion || [])].map(message => html`<div class=${`message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "user"}`}><div class="role">${message.role}</div><pre>${typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content, null, 1) : ""}</pre>${(message.tool_calls || []).map(call => html`<pre class="soft">${"calls "}${JSON.stringify(call.function || call)}</pre>`)}</div>`)}
+    ${[...(data.prompt || []), ...(data.completion || [])].map(message => html`<div class=${`message ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "user"}`}><div class="role">${message.role}${message.agent ? ` (${message.agent})` : ""}</div><pre>${showContent(message.content)}</pre>${(message.tool_calls || []).map(call => html`<pre class="soft">${"calls "}${JSON.stringify(call.function || call)}</pre>`)}</div>`)}
     ${one && one.text.length > 0 && html`<div class="row" style=${{ margin: ".7rem 0 .4rem" }}><h2 style=${{ margin: 0 }}>Tokens</h2><label class="small">coloured by <select value=${shown} onChange=${e => keep({ mode: e.target.value })}>${modes.map(name => html`<option value=${name}>${MODES[name]}</option>`)}</select></label>
       ${data.sequences.length > 1 && html`<label class="small">sequence <select value=${which} onChange=${e => keep({ part: e.target.value })}>${data.sequences.map((_, i) => html`<option value=${i}>${i + 1}</option>`)}</select></label>`}
       ${!data.decoded && html`<span class="small soft">No tokenizer is kept with the run: numbers are shown.</span>`}</div>

@@ -16,13 +16,16 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hone.environments.environment import ModelClient
 from hone.environments.protocols.worker_loop import ARGUMENTS_VARIABLE
 from hone.environments.protocols.worker_process import WorkerEnvironment, WorkerProcess
 from hone.environments.rubric import Rubric
 from hone.records import Example, Message, Rollout, Sampling
+
+if TYPE_CHECKING:
+    from hone.environments.protocols.policy_endpoint import RolloutAccess
 
 # Requirements of environments, by the API that they use; v1 starts its harnesses with uv.
 V0_REQUIREMENTS = ["verifiers>=0.1.9,<0.4"]
@@ -166,18 +169,15 @@ class VerifiersEnv(WorkerEnvironment):
                 raise access.failure from None  # what the library's error comes from
         if access.is_full and not access.turns:
             raise RuntimeError("the prompt leaves no room in the model's context")
-        turns = access.turns_of(done.get("session"))
-        rollout = Rollout(example, turns, done["messages"], stop=done["stop"])
-        rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
-        rollout.metrics = {
-            name: float(value) for name, value in done["metrics"].items() if value is not None
-        }
-        rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
-        rollout.seconds = access.seconds
-        rollout.timings = {
+        parts = [_build_rollout(example, access, one) for one in done.get("agents", [done])]
+        rollout = parts[0] if len(parts) == 1 else Rollout.join_agents(example, parts)
+        timings = {
             "model": access.model_seconds,
             "environment": access.seconds - access.model_seconds,
         }
+        for one in {id(one): one for one in (rollout, *parts)}.values():
+            one.seconds = access.seconds
+            one.timings = timings
         return rollout
 
     def kept_row(self, example: Example) -> dict[str, Any]:
@@ -209,6 +209,19 @@ class VerifiersEnv(WorkerEnvironment):
     async def close(self) -> None:
         await super().close()
         await self.endpoint.close()
+
+
+def _build_rollout(example: Example, access: "RolloutAccess", done: dict[str, Any]) -> Rollout:
+    """Build the rollout of one agent from the worker's result and the turns of its session."""
+    turns = access.turns_of(done.get("session"))
+    rollout = Rollout(example, turns, done["messages"], stop=done["stop"])
+    rollout.agent = done.get("agent", "")
+    rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
+    rollout.metrics = {
+        name: float(value) for name, value in done["metrics"].items() if value is not None
+    }
+    rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
+    return rollout
 
 
 def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:

@@ -5,6 +5,7 @@ runs the harness in its runtime, and the harness asks the rollout's own OpenAI e
 """
 
 import asyncio
+import inspect
 import itertools
 import os
 import shutil
@@ -29,12 +30,23 @@ def build_config(name, arguments):
     data = dict(arguments)
     own = {key: data.pop(key) for key in (ALLOW, LIMIT) if key in data}
     data["taskset"] = {"id": name, **(data.get("taskset") or {})}
-    for role in agent_config_fields(vf.resolve_env_config(dict(data))):
+    for role, agent in agent_config_fields(vf.resolve_env_config(dict(data))).items():
         given = dict(data.get(role) or {})
-        given.setdefault("runtime", {"type": "subprocess"})
-        given.setdefault("harness", {"id": find_default_harness(name)})
-        data[role] = given
+        if "runtime" not in agent.model_fields_set:
+            given["runtime"] = {"type": "subprocess"}
+        if agent.harness is None:
+            given["harness"] = {"id": find_default_harness(name)}
+        data[role] = run_chat_in_process(given, agent)
     return vf.resolve_env_config(data), own
+
+
+def run_chat_in_process(given, agent):
+    """Return a role's settings with the harness of in_process_chat.py where `null` needs no process."""
+    harness = given.get("harness") or agent.harness.model_dump(exclude_unset=True)
+    runtime = given.get("runtime") or agent.runtime.model_dump(exclude_unset=True)
+    if harness.get("id") == "null" and runtime.get("type") == "subprocess":
+        given["harness"] = {**harness, "id": "in-process-chat"}
+    return given
 
 
 def find_default_harness(name):
@@ -46,21 +58,47 @@ def find_default_harness(name):
 
 
 def refuse_uncontained_code(environment):
-    """Raise ValueError if a harness runs what the model writes on this machine."""
+    """Raise ValueError if a harness or a task runs what the model writes on this machine."""
+    hooks = find_runtime_hooks(type(environment.taskset).task_type())
     for role, harness in environment._harnesses.items():
-        runtime = environment._agent_specs[role].runtime
-        if harness.EXECUTES_CODE and runtime.type == "subprocess":
+        if environment._agent_specs[role].runtime.type != "subprocess":
+            continue
+        remedy = f"set {role}.runtime.type to docker or podman, or allow it on this machine: {ALLOW} = true"
+        if harness.EXECUTES_CODE:
             raise ValueError(
-                f"{role}.harness.id {harness.config.id!r} runs what the model writes; set {role}.runtime.type to "
-                f"docker or podman, take the harness null, or allow it on this machine: {ALLOW} = true"
+                f"{role}.harness.id {harness.config.id!r} runs what the model writes; take the harness null, {remedy}"
             )
+        if hooks:
+            raise ValueError(
+                f"{', '.join(hooks)} can run what the model writes, in the runtime of {role}: {remedy}"
+            )
+
+
+def find_runtime_hooks(task_type):
+    """Return the names of a task's methods that receive the runtime once the model has written."""
+    from verifiers.v1 import Task
+
+    kinds = ("reward", "metric", "stop", "intercept")
+    found = []
+    for name in dir(task_type):
+        method = getattr(task_type, name)
+        is_hook = callable(method) and any(hasattr(method, kind) for kind in kinds)
+        is_hook = is_hook or (name == "finalize" and method is not Task.finalize)
+        if is_hook and "runtime" in inspect.signature(method).parameters:
+            found.append(f"{task_type.__name__}.{name}")
+    return found
 
 
 def describe_task(task):
     """Return a row of the protocol: the prompt as messages, and the task's data."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
     data = task.data.model_dump(mode="json")
-    prompt = data.get("prompt") or []
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    prompt = task.data.prompt or []
+    is_text = isinstance(prompt, str)
+    messages = (
+        [{"role": "user", "content": prompt}] if is_text else list(map(message_to_wire, prompt))
+    )
     if data.get("system_prompt"):
         messages = [{"role": "system", "content": data["system_prompt"]}, *messages]
     answer = data.get("answer")
@@ -114,35 +152,47 @@ class V1Worker:
         )
         (slot,) = self.environment.slots(self.build_task(message["row"]["data"]))
         episode = await self.environment.run_slot(slot, context)
-        return describe_episode(episode)
+        return describe_episode(episode, list(self.environment._agent_specs))
 
     def build_task(self, data):
         kind = type(self.environment.taskset).task_type()
         return kind(kind.data_type().model_validate(data), self.environment.config.taskset.task)
 
 
-def describe_episode(episode):
-    """Return the result of the protocol. Raises RuntimeError for an episode that failed."""
+def describe_episode(episode, roles):
+    """Return the result of the protocol, a list of agents in the order of `roles`.
+
+    Raises RuntimeError for an episode that failed.
+    """
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         found = errors[-1] if errors else None
         raise RuntimeError("it failed" if found is None else f"{found.type}: {found.message}")
     trained = [trace for trace in episode.traces if trace.agent.trainable]
-    if len(trained) != 1:
-        raise RuntimeError(
-            f"the episode has {len(trained)} trainable agents; environments with one are supported"
-        )
-    (trace,) = trained
+    if not trained:
+        raise RuntimeError("the episode has no agent that is trainable")
+    trained.sort(key=lambda trace: roles.index(trace.agent.name))
+    agents = [describe_trace(trace) for trace in trained]
+    if len(agents) == 1:
+        agents[0]["agent"] = ""
+    return {"agents": agents}
+
+
+def describe_trace(trace):
+    """Return the result of one agent; `session` names its requests to the policy's endpoint."""
+    from verifiers.v1.dialects.chat import message_to_wire
+
     metrics = {key: reward.value for key, reward in trace.rewards.items() if reward is not None}
     metrics |= {key: value for key, value in trace.metrics.items() if value is not None}
-    messages = [one.model_dump(mode="json", exclude_none=True) for one in trace.messages]
-    replies = itertools.dropwhile(lambda one: one.get("role") != "assistant", messages)
+    messages = [message_to_wire(one) for one in trace.messages]
+    if trace.task.data.prompt:  # which the example has
+        messages = itertools.dropwhile(lambda one: one.get("role") != "assistant", messages)
     return {
-        "messages": list(replies),
+        "agent": trace.agent.name,
+        "messages": list(messages),
         "reward": trace.reward,
         "metrics": metrics,
         "stop": trace.stop_condition or "",
-        "kept": None,
         "session": trace.id,
     }
 
@@ -157,6 +207,7 @@ def describe_error(error):
 
 def serve(loop, name, is_serving):
     """List the examples, or serve rollouts until the parent ends."""
+    from forked_tools import fork_tool_servers
     from verifiers.v1.utils.loaders import load_environment
 
     # uv may be installed beside this Python
@@ -176,4 +227,5 @@ def serve(loop, name, is_serving):
     if not is_serving:
         loop.send_message(worker.list_examples())
         os._exit(0)
+    fork_tool_servers()
     loop.serve_requests({"rollout": worker.rollout})
