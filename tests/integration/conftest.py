@@ -150,7 +150,7 @@ def started():
         end(process)
 
 
-def train_model(directory):
+def train_model(directory, steps=60):
     data = directory / "sft.jsonl"
     command(
         "python",
@@ -172,7 +172,7 @@ def train_model(directory):
         "--data.name",
         data,
         "--max-steps",
-        60,
+        steps,
         "--scheduler.warmup-steps",
         5,
         "--data.batch-size",

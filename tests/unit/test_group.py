@@ -1,5 +1,7 @@
 """What a group's rollouts are worth, and which of their tokens are trained on. Values by hand."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -51,6 +53,29 @@ def test_what_failed_counts_as_nothing_or_as_0():
         False,
     ]
     assert judged([rollout(0.0, error="gone")] * 2, failed="zero").unused == "failed"
+
+
+def test_agents_of_an_episode_are_compared_with_their_own_role():
+    """The second player wins less often: its baseline is its own, and the silent one is left out."""
+
+    def play(first, second):
+        parts = [rollout(first), rollout(second)]
+        for part, agent in zip(parts, ("first", "second"), strict=True):
+            part.agent = agent
+            part.metrics = {"chips": part.reward}
+        return Rollout.join_agents(Example(0, []), parts)
+
+    episodes = [play(1.0, -1.0), play(0.5, 0.0), rollout(0.0, error="gone")]
+    episodes[0].parts[1].turns = []
+    assert episodes[1].reward == 0.25
+    assert episodes[1].metrics == {"first/chips": 0.5, "second/chips": 0.0}
+    again = [Rollout.from_json(json.loads(json.dumps(one.to_json()))) for one in episodes]
+    assert again == episodes
+    rollouts = [part for episode in again for part in episode.split_agents()]
+    assert [one.agent for one in rollouts] == ["first", "first", "second", ""]
+    assert judged(rollouts).advantages == pytest.approx([0.25, -0.25, 0.0, 0.0])
+    zero = judged(rollouts, failed="zero")
+    assert zero.advantages[:3] == pytest.approx([0.5, 0.0, 0.0])
 
 
 def test_groups_from_which_nothing_is_learnt_say_why():

@@ -10,7 +10,7 @@ from hone.inference.openai.responses import ResponsesRequest
 from hone.inference.openai.schema import ChatRequest
 from hone.records import Prompt
 from hone.text.chat import ChatTemplate
-from hone.text.messages import MessageError
+from hone.text.messages import MessageError, show_message, show_role
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data_sources import load_rows, to_messages, to_tools
 from tests.unit.test_text import CHATML, TOOLS, save  # noqa: F401
@@ -310,3 +310,19 @@ def test_tools_may_be_a_list_of_json_texts():
         assert to_tools({"tools": given}) == {"tools": [tool]}
     with pytest.raises(MessageError, match="tools: a list of tools"):
         to_tools({"tools": [[tool]]})
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"content": "well"}, "well"),
+        ({"content": None, "tool_calls": [{"function": {"name": "f"}}]}, '{"name": "f"}'),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}, "a [image_url]"),
+        ({"content": {"x": 1}, "tool_calls": "none"}, '{"x": 1}'),
+        ({"content": ["a", 3], "tool_calls": [4]}, "a 3\n4"),
+        ({}, ""),
+    ],
+)
+def test_messages_of_any_form_are_shown_to_people(message, text):
+    assert show_message(message) == text
+    assert show_role({"role": "user", "agent": "first"}) == "user (first)"

@@ -68,8 +68,8 @@ def judge_group(
         return
     counts_failed = settings.failed == "zero"
     counted = [i for i, r in enumerate(rollouts) if not r.error or (counts_failed and not r.turns)]
-    for agent in dict.fromkeys(rollout.agent for rollout in rollouts):
-        own = [i for i in counted if rollouts[i].agent == agent]
+    for agent in dict.fromkeys(rollout.agent for rollout in rollouts if not rollout.error):
+        own = [i for i in counted if rollouts[i].agent == agent or rollouts[i].error]
         # The baseline is of one role: the seats of a game have different chances.
         advantages = _compute_advantages([rollouts[i] for i in own], advantage, settings)
         for i, value in zip(own, advantages.tolist(), strict=True):
