@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,9 @@ FOLDER = ROOT / "examples" / "coding_agent"
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_coding_agent_s_turns_are_trained_on(tmp_path, workers):
-    args = {"contain": "none", "num_examples": 8, "num_eval_examples": 4}
+    """Contained by bubblewrap where it is installed."""
+    contain = "bubblewrap" if shutil.which("bwrap") else "none"
+    args = {"contain": contain, "num_examples": 8, "num_eval_examples": 4}
     env = {"id": "coding-agent", "args": args, "workers": workers}
     words = ["rl", "@", FOLDER / "rl.toml", "--model.name", TINY, "--model.random-init"]
     words += ["--orchestrator.env", json.dumps(env), "--orchestrator.eval", "None"]
