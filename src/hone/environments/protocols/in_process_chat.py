@@ -2,7 +2,7 @@
 
 The worker of `verifiers_v1_worker.py` takes it for `null`, which runs no code of the model, in the
 runtime `subprocess`. It runs without Hone installed. The program is verifiers' own, unchanged; what
-is saved is a Python that imports its client for every rollout, 1 to 5 s of a processor.
+is saved is a Python that imports its client for every rollout, more than a second of a processor.
 """
 
 import contextvars
