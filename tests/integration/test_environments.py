@@ -161,7 +161,7 @@ LIBRARY_ENVIRONMENTS = [
     (version, kind)
     for kind in ("single", "multi", "tool", "group")
     for version in ("0.1.14", "0.3.1")
-] + [("0.4.0", kind) for kind in ("kuhn_poker", "forgetful")]
+] + [("0.4.0", kind) for kind in ("three_turns", "glossary", "kuhn_poker", "forgetful")]
 
 
 def library_home(version):
@@ -226,7 +226,13 @@ def test_an_environment_of_the_library_trains_unchanged(version, kind, trained, 
             assert turns == r["reward"] == 3.0
             continue
         said = [m["content"] for m in r["completion"] if m["role"] == "assistant"]
-        assert len(said) == turns == (3 if kind == "multi" else 1)
+        assert len(said) == turns == (3 if kind in ("multi", "three_turns") else 1)
+    if kind == "three_turns":
+        assert all(r["reward"] == r["metrics"]["turns"] == 3.0 for r in rollouts)
+    if kind == "glossary":
+        for r in rollouts:
+            assert r["metrics"]["knows_tools"] == 0.25
+            assert r["reward"] == 0.25 + r["metrics"]["has_answered"]
     if kind == "group":
         for start in (0, 4):
             group = rollouts[start : start + 4]

@@ -1,8 +1,6 @@
-"""Environment of verifiers' v1 API: reverse a short text, drawn or read from a file of JSON lines."""
+"""Environment of verifiers' v1 API: reverse a short text; the reward is the share of right characters."""
 
-import json
 import random
-from pathlib import Path
 
 import verifiers.v1 as vf
 
@@ -26,17 +24,12 @@ class ReverseTask(vf.Task[ReverseData]):
 
 
 class ReverseConfig(vf.TasksetConfig):
-    file: Path | None = None
     rows: int = 20
 
 
 class ReverseTaskset(vf.Taskset[ReverseTask, ReverseConfig]):
     def load(self):
-        for text in self.list_texts():
-            yield ReverseTask(ReverseData(prompt=text, answer=text[::-1]), self.config.task)
-
-    def list_texts(self):
-        if self.config.file is not None:
-            return [json.loads(line)["prompt"] for line in self.config.file.open()]
         draw = random.Random(0)
-        return ["".join(draw.choice("abcdef") for _ in range(5)) for _ in range(self.config.rows)]
+        for _ in range(self.config.rows):
+            text = "".join(draw.choice("abcdef") for _ in range(5))
+            yield ReverseTask(ReverseData(prompt=text, answer=text[::-1]), self.config.task)

@@ -51,6 +51,15 @@ class _ForkClient:
         self.turn = asyncio.Lock()
 
     async def start_module(self, request):
+        """Return the process id of the module; a cancelled caller leaves no process and no answer."""
+        exchange = asyncio.ensure_future(self._exchange(request))
+        try:
+            return await asyncio.shield(exchange)
+        except asyncio.CancelledError:
+            exchange.add_done_callback(_end_process)
+            raise
+
+    async def _exchange(self, request):
         async with self.turn:
             if self.process is None or self.process.returncode is not None:
                 pipe = asyncio.subprocess.PIPE
@@ -62,6 +71,11 @@ class _ForkClient:
         if not line:
             raise RuntimeError("the process that starts tool servers ended")
         return json.loads(line)["pid"]
+
+
+def _end_process(exchange):
+    if not exchange.cancelled() and exchange.exception() is None:
+        os.kill(exchange.result(), signal.SIGTERM)
 
 
 class _Fork:

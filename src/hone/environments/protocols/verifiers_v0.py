@@ -175,7 +175,7 @@ class VerifiersEnv(WorkerEnvironment):
             "model": access.model_seconds,
             "environment": access.seconds - access.model_seconds,
         }
-        for one in {id(one): one for one in (rollout, *parts)}.values():
+        for one in (rollout, *rollout.parts):
             one.seconds = access.seconds
             one.timings = timings
         return rollout
@@ -201,10 +201,7 @@ class VerifiersEnv(WorkerEnvironment):
         message = {"kept": [rollout.state["kept"] for rollout in scored]}
         scores = await self._worker_of(scored[0].example).send_request("score", message)
         for rollout, one in zip(scored, scores, strict=True):
-            rollout.reward = float("nan") if one["reward"] is None else float(one["reward"])
-            rollout.metrics = {
-                name: float(value) for name, value in one["metrics"].items() if value is not None
-            }
+            _set_scores(rollout, one)
 
     async def close(self) -> None:
         await super().close()
@@ -216,12 +213,17 @@ def _build_rollout(example: Example, access: "RolloutAccess", done: dict[str, An
     turns = access.turns_of(done.get("session"))
     rollout = Rollout(example, turns, done["messages"], stop=done["stop"])
     rollout.agent = done.get("agent", "")
-    rollout.reward = float("nan") if done["reward"] is None else float(done["reward"])
-    rollout.metrics = {
-        name: float(value) for name, value in done["metrics"].items() if value is not None
-    }
+    _set_scores(rollout, done)
     rollout.state = {} if done.get("kept") is None else {"kept": done["kept"]}
     return rollout
+
+
+def _set_scores(rollout: Rollout, scores: dict[str, Any]) -> None:
+    """Set the reward, NaN if the library has none, and the metrics that have a value."""
+    rollout.reward = float("nan") if scores["reward"] is None else float(scores["reward"])
+    rollout.metrics = {
+        name: float(value) for name, value in scores["metrics"].items() if value is not None
+    }
 
 
 def _parse_rows(found: list[dict[str, Any]] | None) -> _Rows | None:
