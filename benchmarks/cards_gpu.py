@@ -171,6 +171,12 @@ def write_weights(directory: Path, name: str) -> None:
     save_model(model, source, directory)
 
 
+def write_model(directory: Path) -> None:
+    """Write a directory, named like the model, with random weights; a process of its own does it."""
+    words = [sys.executable, __file__, "--models", directory.name, "--write", str(directory)]
+    subprocess.run(words, check=True, env=with_tasks())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -190,8 +196,7 @@ def main() -> None:
     for name in args.models:
         with tempfile.TemporaryDirectory(prefix="cards_gpu") as directory:
             model = Path(directory) / name
-            words = [sys.executable, __file__, "--models", name, "--write", str(model)]
-            subprocess.run(words, check=True, env={**os.environ, **with_tasks()})
+            write_model(model)
             for way in args.ways:
                 for card in args.cards:
                     finish(model=name, **run_cell(model, way, card, args))

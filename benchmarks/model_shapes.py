@@ -46,6 +46,16 @@ MODELS = {
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
     },
+    "Qwen2.5-1.5B": {
+        **QWEN3_06B,
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    },
     "Qwen2.5-7B": {
         **QWEN3_06B,
         "model_type": "qwen2",
