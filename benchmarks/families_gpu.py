@@ -15,7 +15,7 @@ import random
 from pathlib import Path
 
 from model_shapes import MODELS, measure_bandwidth, step_limits
-from peer import finish, median
+from peer import finish, median, write_profile
 from training import gpu_seconds, matrix_rate
 
 PROMPT, COMPLETION, SEQUENCE = 64, 128, 512
@@ -148,16 +148,6 @@ def measure_training(model, tokens: int, save: Path | None) -> float:
     if save is not None:
         write_profile(step, save)
     return median(times)
-
-
-def write_profile(work, file: Path) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
-        work()
-    table = found.key_averages().table(sort_by="cuda_time_total", row_limit=40)
-    lines = [line[:60] + line[-170:] for line in table.splitlines()]
-    file.write_text("\n".join(lines))
 
 
 def main() -> None:

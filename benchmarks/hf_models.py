@@ -1,11 +1,12 @@
 """Hone's training and decoding against transformers' own, on both implementations, on a GPU or a CPU.
 
-    python benchmarks/hf_models.py [--kinds qwen3 gemma3_text olmo2] [--sequences 64] [--rounds 3]
+    python benchmarks/hf_models.py [--kinds qwen3 gemma3_text olmo2] [--sequences 64] [--rounds 3] [--profile DIR]
 
 Random weights. Training: forward and backward of the same packed sequences; transformers gets them as one row with a
 mask of blocks (sdpa), so that both compute the same tokens. Decoding: greedy completions of all sequences at once;
-transformers by `generate` with a padded batch. All sides alternate in one process. A line of JSON a model and
-implementation.
+transformers by `generate` with a padded batch. All sides alternate in one process; two rounds, in which kernels are
+compiled and CUDA graphs captured, are not counted. A line of JSON a model and implementation. `--profile` writes a
+table of the kernels of decoding.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from peer import finish, median
+from peer import finish, median, write_profile
 from training import QWEN3_06B
 
 CPU = {
@@ -30,10 +31,11 @@ GPU = {key: QWEN3_06B[key] for key in CPU}
 SHAPE = {"max_position_embeddings": 4096, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 WINDOW = {"sliding_window": 512}
 PROMPT, COMPLETION = 64, 64
+UNCOUNTED_ROUNDS = 2
 PACKED = {"cpu": 16, "cuda": 64}  # sequences of a training step
 
 
-def measure(kind: str, sequences: int, rounds: int) -> Iterator[dict]:
+def measure(kind: str, sequences: int, rounds: int, save: Path | None) -> Iterator[dict]:
     """Yield the rates of each implementation, and their ratios to transformers'."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -94,11 +96,13 @@ def measure(kind: str, sequences: int, rounds: int) -> Iterator[dict]:
         functions[f"train {name}"] = lambda model=model: train(model)
         functions[f"decode {name}"] = lambda engine=engine: engine.generate(requests)
     times: dict[str, list[float]] = {name: [] for name in functions}
-    for number in range(rounds + 1):
+    for number in range(UNCOUNTED_ROUNDS + rounds):
         for name, function in functions.items():
             spent = time_call(function, device)
-            if number:  # the first one compiles and allocates
+            if number >= UNCOUNTED_ROUNDS:
                 times[name].append(spent)
+    for name in models if save is not None else ():
+        write_profile(functions[f"decode {name}"], save / f"{kind}-{name}.txt")
     middle = {name: median(values) for name, values in times.items()}
     for name in models:
         yield {
@@ -130,9 +134,10 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", default=["qwen3", "gemma3_text", "olmo2"])
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     for kind in args.kinds:
-        for row in measure(kind, args.sequences, args.rounds):
+        for row in measure(kind, args.sequences, args.rounds, args.profile):
             finish(model=kind, **row)
 
 

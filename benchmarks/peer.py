@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 from results import append_record, describe_machine
@@ -82,6 +83,17 @@ def last_weights(out: Path) -> Path:
 
 def median(values: list[float]) -> float:
     return statistics.median(values)
+
+
+def write_profile(work: Callable[[], object], file: Path) -> None:
+    """Write a table of the kernels that a call runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
+        work()
+    table = found.key_averages().table(sort_by="cuda_time_total", row_limit=40)
+    lines = [line[:60] + line[-170:] for line in table.splitlines()]
+    file.write_text("\n".join(lines))
 
 
 def finish(**figures: float | str) -> None:

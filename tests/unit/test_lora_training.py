@@ -1,6 +1,7 @@
 """LoRA as it is trained: against peft on the transformers model, merged, and as the sampler reads it."""
 
 import json
+import weakref
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from safetensors.torch import load_file
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.engine.engine import Engine
+from hone.models import eight_bit
 from hone.models.attention_layouts import PackedAttention
 from hone.models.eight_bit import EightBitLinear, quantize_blocks
 from hone.models.families import parse_model_config
@@ -297,6 +299,20 @@ def test_gradients_over_eight_bits_are_those_over_the_same_weights(recomputes):
     for ours, theirs in zip(lora_modules(short), lora_modules(plain), strict=True):
         torch.testing.assert_close(ours.A.grad, theirs.A.grad, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.B.grad, theirs.B.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_layer_is_released_before_the_next_is_stored_in_eight_bits(monkeypatch):
+    alive = []
+
+    class Watched(EightBitLinear):
+        def __init__(self, source):
+            assert not [one for one in alive if one() is not None]
+            alive.append(weakref.ref(source.weight))
+            super().__init__(source)
+
+    monkeypatch.setattr(eight_bit, "EightBitLinear", Watched)
+    quantize_blocks(made())
+    assert len(alive) == 2 * 4
 
 
 def test_eight_bits_are_counted_in_the_estimate():

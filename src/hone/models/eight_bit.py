@@ -46,13 +46,20 @@ class EightBitLinear(Linear):
 def quantize_blocks(model: LanguageModel, device: torch.device | str | None = None) -> None:
     """Replace the linear layers of the model's blocks by layers with 8-bit weights.
 
-    With `device` each layer is moved there first, so that the device never holds the whole model in
-    its dtype; the other weights stay where they are.
+    With `device` each layer is moved there first; the other weights stay where they are. A layer
+    is released before the next one is read, so that the device never holds the whole model in its
+    dtype.
     """
-    for module in list(model.blocks.modules()):
-        for name, layer in list(module.named_children()):
-            if type(layer) is Linear:
-                setattr(module, name, EightBitLinear(layer if device is None else layer.to(device)))
+    places = [
+        (module, name)
+        for module in model.blocks.modules()
+        for name, layer in module.named_children()
+        if type(layer) is Linear
+    ]
+    for module, name in places:
+        layer = getattr(module, name)
+        setattr(module, name, EightBitLinear(layer if device is None else layer.to(device)))
+        del layer
 
 
 def count_weights(model: nn.Module) -> int:
