@@ -110,7 +110,7 @@ def format_record(record: dict[str, Any]) -> str:
 def _format_cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
-    return str(value).replace("|", "\\|")
+    return "" if value is None else str(value).replace("|", "\\|")
 
 
 def format_page(records: list[dict[str, Any]]) -> str:
