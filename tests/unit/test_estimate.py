@@ -195,6 +195,21 @@ def test_auto_chooses_the_fastest_step_that_fits(shape, command):
     assert choice(2**30, fixed) == (False, 1000 if command == "rl" else 2)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_small_card_decodes_half_as_many_sequences_as_it_could(shape):
+    spec = spec_of(shape)
+    long = ["--seq-len", "2560", "--orchestrator.batch-size", "128"]
+    config_class, words = words_of("rl", "--trainer.lora.rank", "16", *long)
+    for size, gib in CARD_GIB.items():
+
+        def count(*more, size=size, gib=gib):
+            config = load_config(config_class, [*words, *more])
+            return need_on(config, spec, 2, size).sequences_at_once(gib)
+
+        least = ["--trainer.micro-batch-tokens", "2048", "--trainer.activation-checkpointing"]
+        assert max(count(), 0) >= min(max(count(*least), 0), 32) // 2
+
+
 def test_a_server_fits_by_its_weights():
     spec = parse_model_config(QWEN3_4B)
     config = load_config(InferenceConfig, ["--model.name", "m", "--max-model-len", "1000"])

@@ -28,7 +28,8 @@ from hone.trainer.memory_estimate import (
 GIB = 2**30
 # CUDA's context, loaded kernels and buffers of torch's libraries.
 CONTEXT_BYTES = int(0.9 * GIB)
-GOOD_SEQUENCES = 32  # that a sampler decodes at once; fewer leave a GPU idle
+# Sequences that a sampler should decode at once: fewer leave a GPU idle, the more so the fewer.
+WANTED_SEQUENCES = (32, 16, 8, 4, 2, 1)
 TRAINING_SHARE = 0.95  # of a card, for commands that only train
 # Micro-batches that "auto" tries, after the default: with all activations, and with recomputed ones.
 SMALLER_TOKENS = (8192, 4096)
@@ -149,8 +150,8 @@ def choose_memory(
     """Return a configuration whose "auto" memory keys have values with which it fits a card.
 
     The first of these that fits is chosen: smaller micro-batches with all activations, then
-    recomputed activations; GOOD_SEQUENCES should decode at once. If nothing fits, the last one is
-    returned. Keys that are set stay.
+    recomputed activations; the first of WANTED_SEQUENCES with which any fits should decode at
+    once. If nothing fits, the last one is returned. Keys that are set stay.
 
     Args:
         card_bytes: memory of the device; None: keep activations, in micro-batches of default size.
@@ -158,7 +159,7 @@ def choose_memory(
     choices = list(_list_choices(config, spec, itemsize, card_bytes))
     if card_bytes is None:
         return choices[0]
-    for least in (GOOD_SEQUENCES, 1):
+    for least in WANTED_SEQUENCES:
         for chosen in choices:
             need = estimate_need(chosen, spec, itemsize)
             if need is None or need.fits(card_bytes / GIB, least):
