@@ -2,6 +2,7 @@
 
 import json
 import random
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -342,8 +343,40 @@ def test_defaults_that_make_another_run_are_written():
     assert conversion.result == before
 
 
+@pytest.mark.parametrize(
+    "text, lost",
+    [
+        (
+            "trainer.model.lora = { rank = 4, target_modules = ['q_proj', 5] }",
+            "trainer.lora.targets",
+        ),
+        ("trainer.optim = { betas1 = 0.9, betas2 = 'x' }", "trainer.optim.betas"),
+        ("trainer_gpu_ids = [0, 'x']", "trainer_gpu_ids"),
+        ("[[orchestrator.env]]\nid = 'b'\nratio = 'x'", "orchestrator.env[1].ratio"),
+        # A contradiction between keys, of which none is wrong.
+        ("orchestrator.rollouts_per_example = 3", "orchestrator"),
+    ],
+)
+def test_a_wrong_value_takes_nothing_else_with_it(text, lost):
+    if lost.startswith("orchestrator.env"):
+        values = tomllib.loads(f"[[orchestrator.env]]\nid = 'a'\n{text}\n[orchestrator]\n")
+    else:
+        values = tomllib.loads(f"{text}\n[[orchestrator.env]]\nid = 'a'\n")
+    values["orchestrator"] = (
+        {"rollouts_per_example": 4} | values["orchestrator"] | {"batch_size": 8}
+    )
+    values["max_steps"] = 5
+    conversion = convert_file(values, "rl")
+    assert [one.key for one in conversion.lost] == [lost]
+    assert (
+        conversion.result["max_steps"] == 5 and conversion.result["orchestrator"]["batch_size"] == 8
+    )
+    assert conversion.result["orchestrator"]["env"][0] == {"id": "a"}
+    assert "rank" in conversion.result["trainer"]["lora"] if "lora" in lost else True
+
+
 def test_an_evaluation_becomes_a_command():
-    words, changes = convert_evaluation(
+    (words,), changes = convert_evaluation(
         tomllib.loads(
             "model = 'm'\nnum_rollouts = 3\npush = false\nresume = true\nclient.base_url = 'http://localhost:8000/v1'\n"
             "sampling.max_tokens = 99\nselect.limit = 20\n[env]\ntaskset = { id = 'gsm8k', split = 'test' }\n"
@@ -355,6 +388,26 @@ def test_an_evaluation_becomes_a_command():
     assert flags["-m"] == "m" and flags["-n"] == "20" and flags["-r"] == "3" and flags["-t"] == "99"
     assert json.loads(flags["-a"]) == {"taskset": {"split": "test"}}
     assert [one.key for one in changes if one.kind == "lost"] == ["resume"]
+
+
+def test_an_evaluation_of_several_sources_becomes_several_commands(tmp_path, capsys):
+    file = tmp_path / "eval.toml"
+    file.write_text(
+        "model = 'm'\nnum_rollouts = 3\nsampling.temperature = 0.5\n"
+        "[[source]]\nname = 'long'\nnum_rollouts = 8\nsampling.max_tokens = 9\n"
+        "env.taskset = { id = 'aime', year = 2026 }\n"
+        "[[source]]\nid = 'gsm8k'\ncolour = 'red'\nselect.limit = 5\n"
+    )
+    assert main([str(file)]) == EXIT_LOST
+    said = capsys.readouterr()
+    commands = [shlex.split(line) for line in said.out.splitlines()]
+    assert [words[:2] for words in commands] == [["vf-eval", "aime"], ["vf-eval", "gsm8k"]]
+    flags = [dict(zip(words[2::2], words[3::2], strict=True)) for words in commands]
+    assert flags[0].pop("-a") == '{"taskset": {"year": 2026}}'
+    shared = {"-m": "m", "-T": "0.5"}
+    assert flags == [shared | {"-r": "8", "-t": "9"}, shared | {"-r": "3", "-n": "5"}]
+    assert "source[1].colour" in said.err and said.err.count("LOST") == 1
+    assert "source[0].name" in said.err and "source[1].select.limit" in said.err
 
 
 def test_files_that_are_none(tmp_path):

@@ -845,76 +845,101 @@ def _drop_invalid(conversion: Conversion, command: Command) -> None:
 
 
 def _remove(table: Any, path: list[Any]) -> tuple[str, Any]:
-    """Remove the deepest value that a validation error names; return its key and value, or ("", None)."""
-    names: list[str] = []
-    for i, part in enumerate(path):
-        is_last = i == len(path) - 1
+    """Remove the deepest value that a validation error names; return its key and value, or ("", None).
+
+    A list without tables goes as a whole. A table stays: its keys contradict each other, and no one
+    of them is wrong.
+    """
+    found: tuple[str, dict[str, Any], str] | None = None  # name, and where it is
+    name = ""
+    for part in path:
         if isinstance(table, dict) and part in table:
-            names.append(str(part))
-            if is_last or not isinstance(table[part], dict | list):
-                return ".".join(names), table.pop(part)
+            name = f"{name}.{part}" if name else str(part)
+            found = name, table, part
             table = table[part]
         elif isinstance(table, list) and isinstance(part, int) and part < len(table):
-            names.append(str(part))
+            name += f"[{part}]"
             table = table[part]
-    return "", None
+    if found is None or isinstance(table, dict):
+        return "", None
+    name, owner, key = found
+    return name, owner.pop(key)
 
 
-def convert_evaluation(values: dict[str, Any]) -> tuple[list[str], list[Change]]:
-    """Return the words of `vf-eval` for an evaluation's file, and what became of its keys."""
+# Keys of an evaluation's file, or of one of its sources, and the options of vf-eval.
+EVALUATION_FLAGS = {
+    "model": "-m",
+    "model.name": "-m",
+    "client.base_url": "-b",
+    "client.api_key_var": "-k",
+    "num_examples": "-n",
+    "select.limit": "-n",
+    "num_rollouts": "-r",
+    "group_size": "-r",
+    "rollouts_per_example": "-r",
+    "max_concurrent": "-c",
+    "sampling.max_tokens": "-t",
+    "sampling.max_completion_tokens": "-t",
+    "sampling.temperature": "-T",
+    "output_dir": "-o",
+    "verbose": "-v",
+}
+
+
+def convert_evaluation(values: dict[str, Any]) -> tuple[list[list[str]], list[Change]]:
+    """Return the words of `vf-eval` for each source of an evaluation's file, and what became of its keys."""
     conversion = Conversion(copy.deepcopy(values), "eval")
     env = conversion.take("env")
+    key = "env"
     if env is MISSING:
-        env = conversion.take("source")
-    if isinstance(env, list) and len(env) == 1:
-        env = env[0]
-    source = {"id": env}
-    if isinstance(env, dict):  # a source has the table below its key env
-        source = env if "env" in env or "id" in env else {"env": env}
-    entry = _convert_source(conversion, "env", {} if env is MISSING else source, "-a")
-    if not entry["id"] or entry["id"].startswith(("[", "{")):
-        raise ConfigError(
-            "an evaluation of one environment is wanted: [env] with a taskset or an id"
-        )
-    words = ["vf-eval", entry["id"]]
-    flags: dict[str, str] = {
-        "model": "-m",
-        "model.name": "-m",
-        "client.base_url": "-b",
-        "client.api_key_var": "-k",
-        "num_examples": "-n",
-        "select.limit": "-n",
-        "num_rollouts": "-r",
-        "group_size": "-r",
-        "rollouts_per_example": "-r",
-        "max_concurrent": "-c",
-        "sampling.max_tokens": "-t",
-        "sampling.max_completion_tokens": "-t",
-        "sampling.temperature": "-T",
-        "output_dir": "-o",
-        "verbose": "-v",
-    }
-    for key, flag in flags.items():
-        value = (
-            conversion.take(key) if not isinstance(conversion.source_value(key), dict) else MISSING
-        )
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if value is MISSING or flag in words:
-            if value is not MISSING:
-                conversion.lose(key, value, f"{flag} has another value already")
-            continue
-        if flag != "-v" or value is True:
-            words += [flag] if value is True else [flag, str(value)]
-        conversion.note("changed", key, value, f"{flag} {value}")
-    if entry.get("args"):
-        words += ["-a", json.dumps(entry["args"])]
+        env, key = conversion.take("source"), "source"
+    shared = _take_flags(conversion, conversion)
+    commands = []
+    listed = env if isinstance(env, list) else [env]
+    for i, one in enumerate(listed):
+        place = f"{key}[{i}]" if len(listed) > 1 else key
+        if isinstance(one, dict):  # a source has the table below its key env
+            source = one if "env" in one or "id" in one else {"env": one}
+        else:
+            source = {} if one is MISSING else {"id": one}
+        alone = Conversion(copy.deepcopy(source), "eval")
+        flags = shared | _take_flags(conversion, alone, f"{place}.")
+        entry = _convert_source(conversion, place, alone.source, "-a")
+        if not entry["id"] or entry["id"].startswith(("[", "{")):
+            raise ConfigError("an evaluation needs [env] with a taskset or an id")
+        for name in entry.keys() & {"name", "ratio"}:
+            why = "each evaluation has its own results"
+            conversion.note("not needed", f"{place}.{name}", entry[name], why=why)
+        if entry.get("args"):
+            flags["-a"] = json.dumps(entry["args"])
+        pairs = [[flag] if value is True else [flag, str(value)] for flag, value in flags.items()]
+        commands.append(["vf-eval", entry["id"], *(word for pair in pairs for word in pair)])
     for key, value in list(_list_leaves(conversion.source)):
         if key in ("push", "rich") and value is False:
             conversion.note("not needed", key, value, why="results stay here")
         else:
             conversion.lose(key, value, "vf-eval has no such option")
-    return words, conversion.changes
+    return commands, conversion.changes
+
+
+def _take_flags(conversion: Conversion, source: Conversion, place: str = "") -> dict[str, Any]:
+    """Remove the keys that are options of `vf-eval`; return the options' values, and report the keys."""
+    flags: dict[str, Any] = {}
+    for key, flag in EVALUATION_FLAGS.items():
+        if isinstance(source.source_value(key), dict):
+            continue
+        value = source.take(key)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if value is MISSING:
+            continue
+        if flag in flags:
+            conversion.lose(f"{place}{key}", value, f"{flag} has another value already")
+            continue
+        if flag != "-v" or value is True:
+            flags[flag] = value
+        conversion.note("changed", f"{place}{key}", value, f"{flag} {value}")
+    return flags
 
 
 def print_report(file: str, command: str, changes: list[Change], stream: Any) -> None:
@@ -979,8 +1004,8 @@ def main(argv: list[str]) -> int:
         except ConfigError as error:
             raise ConfigError(f"{file}: {error}") from None
         if command == "eval":
-            words, changes = convert_evaluation(values)
-            text = shlex.join(words) + "\n"
+            commands, changes = convert_evaluation(values)
+            text = "".join(f"{shlex.join(words)}\n" for words in commands)
         else:
             conversion = convert_file(values, command)
             changes, text = conversion.changes, format_toml(conversion.result)
