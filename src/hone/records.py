@@ -89,6 +89,7 @@ class Sampling:
     ignore_eos: bool = False  # stop tokens do not stop
     raw_logprobs: bool = False  # logprobs at temperature 1
     top_logprobs: int = 0  # number of likeliest tokens per position
+    returns_mask: bool = False  # report which tokens passed top_p, top_k and min_p
 
     @classmethod
     def from_json(cls, found: dict[str, Any]) -> "Sampling":
@@ -96,10 +97,19 @@ class Sampling:
         return cls(**{**found, "logit_bias": tuple(map(tuple, found["logit_bias"]))})
 
     @functools.cached_property
+    def is_cut(self) -> bool:
+        """Return True if unlikely tokens cannot be drawn."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @functools.cached_property
     def is_filtered(self) -> bool:
         """Return True if draws, or logprobs, differ from softmax(logits / T)."""
-        cut = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
-        return cut or self.raw_logprobs or self.min_tokens > 0 or self.is_penalised
+        return self.is_cut or self.raw_logprobs or self.min_tokens > 0 or self.is_penalised
+
+    @functools.cached_property
+    def has_mask(self) -> bool:
+        """Return True if the tokens that could be drawn are reported for each position."""
+        return self.returns_mask and self.is_cut
 
     @functools.cached_property
     def is_penalised(self) -> bool:
@@ -164,6 +174,9 @@ class GenerateRequest:
     allows: Callable[[list[int]], Any] | None = None
 
 
+MAX_MASK_IDS = 4_000_000  # of one completion: 16 MB
+
+
 @dataclass
 class Completion:
     """The engine's result of one request.
@@ -177,6 +190,8 @@ class Completion:
         routing: for a mixture of experts, the experts chosen for each token of prompt and
             completion except the last token, in all blocks: an int16 array in base64, -1 where
             unknown.
+        mask: the ids that could be drawn at each position, if requested; None also if they are more
+            than MAX_MASK_IDS.
     """
 
     ids: list[int]
@@ -185,6 +200,7 @@ class Completion:
     finish_reason: str
     alternatives: list[list[tuple[int, float]]] | None = None
     routing: str = ""
+    mask: list[list[int]] | None = None
 
     def token_range(self, start: int, end: int | None = None) -> "Completion":
         """Return the completion reduced to tokens `start` to `end`."""
@@ -193,7 +209,9 @@ class Completion:
         ids = self.ids[some]
         logprobs = self.logprobs[some]
         versions = self.versions[some]
-        return Completion(ids, logprobs, versions, self.finish_reason, alternatives, self.routing)
+        mask = None if self.mask is None else self.mask[some]
+        reason, routing = self.finish_reason, self.routing
+        return Completion(ids, logprobs, versions, reason, alternatives, routing, mask)
 
 
 @dataclass

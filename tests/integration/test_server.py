@@ -218,10 +218,25 @@ def test_token_ids_go_in_and_come_out(server):
     assert found["choices"][0]["logprobs"] is None
 
 
+def test_the_ids_that_could_be_drawn_are_returned(server):
+    root = server.url.removesuffix("/v1")
+    params = {"seed": 3, "top_k": 5, "max_tokens": 9, "return_sampling_mask": True}
+    asked = {"token_ids": [5, 6, 7], "sampling_params": params}
+    choice = http.post(f"{root}/inference/v1/generate", json=asked).json()["choices"][0]
+    masks = choice["sampling_mask"]
+    assert len(masks) == len(choice["token_ids"]) and {len(ids) for ids in masks} == {5}
+    assert all(drawn in ids for drawn, ids in zip(choice["token_ids"], masks, strict=True))
+    params["top_k"] = 0
+    choice = http.post(f"{root}/inference/v1/generate", json=asked).json()["choices"][0]
+    assert "sampling_mask" not in choice
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"token_ids": []}, "token_ids"),
+        ({"sampling_params": {"return_routed_experts": True}}, "not a mixture of experts"),
+        ({"sampling_params": {"routed_experts_prompt_start": -1}}, "routed_experts_prompt_start"),
         ({"token_ids": [10**9]}, "the model has no token 1000000000"),
         ({"sampling_params": {"temperature": -1}}, "temperature"),
         ({"sampling_params": {"prompt_logprobs": 1}}, "prompt_logprobs is not supported"),

@@ -1,5 +1,6 @@
 """Inference, orchestrator and trainer as processes: the seeds' commands, the same numbers, life and death."""
 
+import base64
 import contextlib
 import json
 import os
@@ -9,6 +10,7 @@ import shutil
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -553,7 +555,9 @@ def test_control_routes_ask_for_the_key(trained, tmp_path):
         server.stop()
 
 
-def test_the_experts_of_the_sampler_reach_the_trainer(tmp_path):
+@pytest.fixture
+def mixture(tmp_path):
+    """A small mixture of experts without weights."""
     model = tmp_path / "model"
     shutil.copytree(ROOT / TINY / "model", model)
     config = json.loads((model / "config.json").read_text())
@@ -561,8 +565,35 @@ def test_the_experts_of_the_sampler_reach_the_trainer(tmp_path):
     (model / "config.json").write_text(
         json.dumps(config | {"moe_intermediate_size": 128, "norm_topk_prob": True})
     )
+    return model
+
+
+def test_a_server_returns_the_experts_of_tokens(mixture, tmp_path):
+    """In the form that clients of vLLM read; a later start is the end of the same rows."""
+    server = Server("--model.name", mixture, "--model.random-init", log=tmp_path / "log")
+    try:
+        found = []
+        for start in (0, 3):
+            params = {"max_tokens": 6, "seed": 1, "ignore_eos": True, "return_routed_experts": True}
+            params["routed_experts_prompt_start"] = start
+            asked = {"token_ids": [5, 6, 7, 8], "sampling_params": params}
+            url = server.url.removesuffix("/v1") + "/inference/v1/generate"
+            told = http.post(url, json=asked).json()["choices"][0]["routed_experts"]
+            assert told["start"] == start
+            numbers = np.frombuffer(base64.b64decode(told["data"]), dtype=told["dtype"])
+            found.append(numbers.reshape(told["shape"]))
+    finally:
+        server.stop()
+    whole, end = found
+    layers = json.loads((mixture / "config.json").read_text())["num_hidden_layers"]
+    assert whole.shape == (4 + 6 - 1, layers, 2) and whole.max() < 6
+    assert np.array_equal(whole[3:], end) and (whole[..., 0] != whole[..., 1]).all()
+    assert len(np.unique(whole[:, 0])) > 2
+
+
+def test_the_experts_of_the_sampler_reach_the_trainer(mixture, tmp_path):
     options = ("--model.random-init", "--orchestrator.no-drop-zero-signal", "--max-steps", 2)
-    processes(tmp_path / "run", model, *options, "--trainer.replay-routing")
+    processes(tmp_path / "run", mixture, *options, "--trainer.replay-routing")
     rows = metrics(tmp_path / "run")
     assert rows[0]["routing/differs"] == 0.0 and rows[0]["mismatch_kl/mean"] < 1e-9
     assert all(row["weights/canary_difference"] < 1e-5 for row in rows)

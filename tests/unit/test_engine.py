@@ -543,6 +543,49 @@ def test_filters_draw_from_what_they_leave_and_report_the_models_logprob(model):
         torch.testing.assert_close(torch.tensor(done.logprobs), expected, rtol=0, atol=1e-4)
 
 
+def test_masks_are_what_transformers_filters_leave(model):
+    """Requests with and without masks run together; a penalty changes what is left."""
+    warpers = pytest.importorskip("transformers").generation.logits_process
+    samplings = [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3, "temperature": 1.3},
+        {"top_k": 30, "top_p": 0.7, "min_p": 0.01, "temperature": 0.8},
+        {"top_p": 0.6, "presence_penalty": 2.0, "min_tokens": 3},
+    ]
+    engine = Engine(model, max_batch_size=8, max_model_len=96)
+    known = {"max_tokens": 15, "returns_mask": True, "ignore_eos": True}
+    requests = [Sampling(**({"seed": i} | known | s)) for i, s in enumerate(samplings)]
+    requests += [replace(requests[0], returns_mask=False), Sampling(1.0, 15, returns_mask=True)]
+    done = engine.generate([GenerateRequest([5, 6, 7], s, STOP) for s in requests])
+    assert [one.mask is not None for one in done] == [True] * len(samplings) + [False] * 2
+    assert done[-2].ids == done[0].ids
+    for sampling, one in zip(samplings, done, strict=False):
+        logits = plain_distributions(model, one.ids)
+        if "presence_penalty" in sampling:
+            for i in range(1, len(one.ids)):
+                logits[i, one.ids[:i]] -= 2.0
+            logits[:2, 3] = -1e30
+        for row, ids, drawn in zip(logits, one.mask, one.ids, strict=True):
+            scores = row[None] / sampling.get("temperature", 1.0)
+            for name, kind in (
+                ("top_k", warpers.TopKLogitsWarper),
+                ("top_p", warpers.TopPLogitsWarper),
+            ):
+                if name in sampling:
+                    scores = kind(sampling[name])(None, scores)
+            if "min_p" in sampling:  # of the likeliest, whatever the others leave
+                scores = warpers.MinPLogitsWarper(sampling["min_p"])(None, scores)
+            assert ids == scores[0].isfinite().nonzero().flatten().tolist()
+            assert drawn in ids
+
+
+def test_a_mask_of_too_many_ids_is_dropped(model, monkeypatch):
+    monkeypatch.setattr("hone.engine.sequence.MAX_MASK_IDS", 40)
+    assert len(sampled(model, top_k=2, returns_mask=True).mask) == 20
+    assert sampled(model, top_k=3, returns_mask=True).mask is None
+
+
 def test_raw_logprobs_are_those_at_temperature_one(model):
     done = sampled(model, temperature=0.5, raw_logprobs=True)
     assert done.ids == sampled(model, temperature=0.5).ids

@@ -373,7 +373,7 @@ class Engine:
         logits_BV = self.decoder.draw_tokens(
             result, active_B, kind, advance=False, is_logits=is_logits
         )
-        self._note_alternatives(logits_BV, active_B, started)
+        self._note_step(logits_BV, active_B, started)
         for sequence in started:
             sequence.versions.append((0, self.version))
             sequence.first_step = self.steps
@@ -405,7 +405,7 @@ class Engine:
             self._has_changed = False
             self.steps += steps
             if turn.window == 1:
-                self._note_alternatives(logits_BV, slots.active[:B], self.decoding)
+                self._note_step(logits_BV, slots.active[:B], self.decoding)
             self._under_way = _Look(
                 self.decoding, turn.slots, turn.watched, self.slots.take_snapshot()
             )
@@ -427,7 +427,7 @@ class Engine:
         watched = [i for i, s in enumerate(self.decoding) if s.is_watched]
         kind = TokenSampler.kind_of_batch(self.decoding)
         has_adapters = any(s.adapter for s in self.decoding)
-        each_step = bool(watched) or any(s.request.sampling.top_logprobs for s in self.decoding)
+        each_step = bool(watched) or any(s.is_noted for s in self.decoding)
         at_once = self.decoder.at_once(kind, has_adapters) if self.graphs is None else WINDOW_STEPS
         return _Turn(
             _slots_of(self.decoding),
@@ -440,9 +440,15 @@ class Engine:
 
     # --------------------------------------------------------------------------------------------- the end
 
-    def _note_alternatives(
+    def _note_step(
         self, logits_BV: Tensor | None, active_B: Tensor, sequences: list[Sequence]
     ) -> None:
+        masked = [s for s in sequences if s.request.sampling.has_mask]
+        if masked:
+            for s, ids in zip(
+                masked, self.sampler.drawable_tokens([s.slot for s in masked]), strict=True
+            ):
+                s.add_mask(ids)
         wanted = [i for i, s in enumerate(sequences) if s.request.sampling.top_logprobs]
         if logits_BV is None or not wanted:
             return

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from hone.records import Completion, GenerateRequest
+from hone.records import MAX_MASK_IDS, Completion, GenerateRequest
 
 
 @dataclass(eq=False)
@@ -31,6 +31,8 @@ class Sequence:
     first_step: int = 0  # engine steps before its first decode step
     versions: list[tuple[int, int]] = field(default_factory=list)
     alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
+    mask: list[list[int]] = field(default_factory=list)  # ids that could be drawn
+    mask_ids: int = 0  # number of ids in it, also of those that were too many to keep
     # Generated tokens that the host has read.
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of those tokens
@@ -45,6 +47,18 @@ class Sequence:
     def is_watched(self) -> bool:
         """Return True if the host must examine every token, for a mask or a stop condition."""
         return self.request.ends is not None or self.request.allows is not None
+
+    @property
+    def is_noted(self) -> bool:
+        """Return True if the host reads more than the drawn token of each step."""
+        return self.request.sampling.top_logprobs > 0 or self.request.sampling.has_mask
+
+    def add_mask(self, ids: list[int]) -> None:
+        """Record the ids that could be drawn in a step; drop all of them if they are too many."""
+        self.mask_ids += len(ids)
+        self.mask.append(ids)
+        if self.mask_ids > MAX_MASK_IDS:
+            self.mask.clear()
 
     @property
     def prefix_key(self) -> tuple[int, tuple[int, ...]]:
@@ -63,6 +77,13 @@ class Sequence:
             versions += [version] * (min(end, count) - len(versions))
         alternatives = self.alternatives[:count] if self.request.sampling.top_logprobs else None
         routing = "" if self.routing is None else base64.b64encode(self.routing.tobytes()).decode()
+        has_mask = self.request.sampling.has_mask and self.mask_ids <= MAX_MASK_IDS
         return Completion(
-            self.ids[:count], self.logprobs[:count], versions, reason, alternatives, routing
+            self.ids[:count],
+            self.logprobs[:count],
+            versions,
+            reason,
+            alternatives,
+            routing,
+            self.mask[:count] if has_mask else None,
         )

@@ -198,11 +198,11 @@ class TokenSampler:
     """Draw tokens for slots, and keep the counts that penalties need.
 
     The kind of a batch is the last in this list that any request needs: PLAIN; NOTED: top logprobs;
-    FILTERED: top-k, top-p, min-p, min_tokens or raw logprobs; PENALISED: penalties, bias or token
-    masks.
+    FILTERED: top-k, top-p, min-p, min_tokens or raw logprobs; PENALISED: penalties, bias or tokens
+    that a form allows; MASKED: the tokens that could be drawn are reported.
     """
 
-    PLAIN, NOTED, FILTERED, PENALISED = range(4)  # NOTED: plain, but logits are wanted
+    PLAIN, NOTED, FILTERED, PENALISED, MASKED = range(5)  # NOTED: plain, but logits are wanted
 
     def __init__(self, slots: Slots, vocab_size: int) -> None:
         self.slots = slots
@@ -210,10 +210,13 @@ class TokenSampler:
         self.counts: Tensor | None = None  # draws per token, presence in the prompt, bias
         self.in_prompt: Tensor
         self.bias: Tensor
+        self.can_draw: Tensor | None = None  # slots x V: tokens of the last draw of kind MASKED
 
     @classmethod
     def kind_of_batch(cls, sequences: list[Sequence]) -> int:
         samplings = [s.request.sampling for s in sequences]
+        if any(s.has_mask for s in samplings):
+            return cls.MASKED
         if any(s.is_penalised for s in samplings) or any(
             s.request.allows is not None for s in sequences
         ):
@@ -227,7 +230,11 @@ class TokenSampler:
         penalised = [
             s for s in sequences if s.request.sampling.is_penalised or s.request.allows is not None
         ]
-        if not penalised and self.counts is None:
+        has_mask = any(s.request.sampling.has_mask for s in sequences)
+        if has_mask and self.can_draw is None:
+            shape = (self.slots.count + 1, self.vocab_size)
+            self.can_draw = torch.zeros(shape, dtype=torch.bool, device=self.slots.device)
+        if not penalised and not has_mask and self.counts is None:
             return
         if self.counts is None:
             shape = (self.slots.count + 1, self.vocab_size)
@@ -260,18 +267,15 @@ class TokenSampler:
         parameters = self.slots.parameters[active_B]
         changed_BV = (
             self._apply_penalties(logits_BV, active_B, parameters)
-            if kind == self.PENALISED
+            if kind >= self.PENALISED
             else logits_BV
         )
         changed_BV = self._without_early_stops(changed_BV, active_B)
-        draw_tokens(
-            changed_BV,
-            logits_BV,
-            filter_thresholds(changed_BV, parameters),
-            self.slots,
-            active_B,
-            advance,
-        )
+        threshold_B = filter_thresholds(changed_BV, parameters)
+        if kind == self.MASKED:
+            assert self.can_draw is not None
+            self.can_draw[active_B] = changed_BV >= threshold_B[:, None]
+        draw_tokens(changed_BV, logits_BV, threshold_B, self.slots, active_B, advance)
         if self.counts is not None:
             drawn_B = self.slots.state[active_B, column.LAST]
             ones_B = torch.ones_like(drawn_B, dtype=torch.int32)
@@ -311,6 +315,12 @@ class TokenSampler:
         held_BS = (stops_BS >= 0) & is_early_B[:, None]
         ceiling_BS = torch.where(held_BS, FILTERED_OUT, float("inf")).to(logits_BV.dtype)
         return logits_BV.scatter_reduce(1, stops_BS.clamp(min=0), ceiling_BS, "amin")
+
+    def drawable_tokens(self, slots: list[int]) -> list[list[int]]:
+        """Return the ids that the last draw of kind MASKED could have taken, for each slot."""
+        assert self.can_draw is not None
+        rows_BV = self.can_draw[slots].cpu()
+        return [row_V.nonzero().flatten().tolist() for row_V in rows_BV]
 
     def likeliest_tokens(
         self, logits_BV: Tensor, active_B: Tensor, number: int

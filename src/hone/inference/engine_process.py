@@ -60,6 +60,7 @@ class SamplerFacts(NamedTuple):
     vocabulary: int
     is_paused: bool
     adapters: list[str]
+    routing_shape: tuple[int, int]
 
 
 class Frames(asyncio.Protocol):
@@ -246,6 +247,10 @@ class ApartSampler(Sampler):
         return self.facts.vocabulary
 
     @property
+    def routing_shape(self) -> tuple[int, int]:
+        return self.facts.routing_shape
+
+    @property
     def is_paused(self) -> bool:
         return self.facts.is_paused
 
@@ -375,7 +380,11 @@ class Apart:
 
 def collect_facts(sampler: Sampler) -> SamplerFacts:
     return SamplerFacts(
-        sampler.max_context, sampler.vocab_size, sampler.is_paused, sampler.adapters
+        sampler.max_context,
+        sampler.vocab_size,
+        sampler.is_paused,
+        sampler.adapters,
+        sampler.routing_shape,
     )
 
 

@@ -137,9 +137,15 @@ class ModelSpec:
         return tuple(sorted(mark for mark in windows | lengths if mark))
 
     @property
+    def routing_shape(self) -> tuple[int, int]:
+        """Return the number of blocks that choose experts, and of experts per token in each."""
+        return 0, 0
+
+    @property
     def routed_experts(self) -> int:
         """Return the number of experts per token over all blocks, 0 if there is no routing."""
-        return 0
+        blocks, experts = self.routing_shape
+        return blocks * experts
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:

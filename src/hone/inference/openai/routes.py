@@ -219,6 +219,7 @@ class OpenAIRoutes:
         body = await read_body(connection, GenerateTokensRequest)
         try:
             request = body.as_completion(self.served.name)
+            details = body.requested_details()
         except ValidationError as error:
             raise RequestValidationError(error.errors()) from None
         self.check_model(request.model)
@@ -227,13 +228,15 @@ class OpenAIRoutes:
             requests = await _build_requests(
                 request, [body.token_ids], self.served, request.max_tokens, sampler.max_context
             )
+            requests = details.add_to_requests(requests, sampler)
             done = await unless_gone(connection, *map(sampler.generate, requests))
             check_forms(requests)
+            answer = build_generate_body(request, requests, done, details, sampler.routing_shape)
         except HungUp:
             return Response(status_code=499)  # the client is gone
         except ValueError as error:
             return refuse_request(error)
-        return JSONResponse(build_generate_body(request, body.token_ids, done))
+        return JSONResponse(answer)
 
     async def tokenize_prompt(self, body: TokenizeRequest) -> Any:
         self.check_model(body.model)

@@ -26,17 +26,19 @@ Capability = Literal[
     "adapters",  # LoRA adapters beside the model
     "progress",  # reports tokens generated so far, by request name
     "routing",  # reports the experts of a mixture per token
+    "masks",  # reports the tokens that passed top_p, top_k and min_p
     "raw_logprobs",  # logprobs at temperature 1, and unfiltered ones where draws are filtered or penalized
     "forms",  # structured outputs: JSON schema, regular expression, choice, grammar
 ]
 ENGINE_CAN: frozenset[Capability] = frozenset(
-    ("checksum", "adapters", "progress", "routing", "raw_logprobs", "forms")
+    ("checksum", "adapters", "progress", "routing", "masks", "raw_logprobs", "forms")
 )
 Pause = Literal["keep", "wait", "abort"]
 Alternatives = list[tuple[int, float]]
 WORDS: dict[Capability, str] = {
     "adapters": "LoRA adapters",
     "routing": "return_routing",
+    "masks": "return_sampling_mask",
     "raw_logprobs": "raw_logprobs",
     "forms": "answers of a given form (response_format, structured_outputs, tool_choice)",
 }
@@ -60,6 +62,11 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def is_paused(self) -> bool: ...
+
+    @property
+    def routing_shape(self) -> tuple[int, int]:
+        """Return the blocks with experts, and the experts per token in each, of `Completion.routing`."""
+        return 0, 0
 
     # ------------------------------------------------------------------------------------------ tokens
 

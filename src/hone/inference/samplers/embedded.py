@@ -50,6 +50,10 @@ class EmbeddedSampler(Sampler):
         return self.engine.model.spec.vocab_size
 
     @property
+    def routing_shape(self) -> tuple[int, int]:
+        return self.engine.model.spec.routing_shape
+
+    @property
     def is_paused(self) -> bool:
         return self.service.is_paused
 

@@ -187,10 +187,12 @@ def join_pieces(pieces: Sequence[Completion]) -> Completion:
         if end.alternatives is None
         else [one for piece in pieces for one in piece.alternatives or []]
     )
+    mask = None if end.mask is None else [one for piece in pieces for one in piece.mask or []]
     return replace(
         end,
         ids=[i for piece in pieces for i in piece.ids],
         logprobs=[x for piece in pieces for x in piece.logprobs],
         versions=[v for piece in pieces for v in piece.versions],
         alternatives=alternatives,
+        mask=mask,
     )

@@ -22,8 +22,8 @@ class Qwen3Moe(ModelSpec):
         return False
 
     @property
-    def routed_experts(self) -> int:
-        return self.num_hidden_layers * self.experts_per_token
+    def routing_shape(self) -> tuple[int, int]:
+        return self.num_hidden_layers, self.experts_per_token
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
