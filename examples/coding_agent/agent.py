@@ -13,7 +13,7 @@ from pathlib import Path
 
 TURNS = int(os.environ.get("AGENT_TURNS", "2"))
 SHOWN = 600  # characters of a failure
-FILE = re.compile(r"```(?:python)?[ \n]*(\w+\.py)\n(.*?)```", re.DOTALL)
+BLOCK = re.compile(r"```(?:python)?[ \n]*(?:(\w+\.py) *)?\n?(.*?)```", re.DOTALL)
 
 
 def ask_model(messages):
@@ -31,9 +31,11 @@ def ask_model(messages):
 
 
 def write_files(text):
-    """Write each file of an answer: a block of code whose first line is the file's name."""
-    for name, code in FILE.findall(text):
-        Path(name).write_text(code)
+    """Write each block of code in an answer to the file that it names, else to the only module."""
+    modules = [file.name for file in Path().glob("*.py") if not file.name.startswith("test_")]
+    for name, code in BLOCK.findall(text):
+        if name or len(modules) == 1:
+            Path(name or modules[0]).write_text(code)
 
 
 def run_tests():

@@ -144,6 +144,8 @@ class OptimConfig(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of AdamW's first and second moments; closer to 1 averages over more steps. Muon's momentum is
     fixed."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Number that AdamW adds to the root of the second moment; a larger one damps weights with small gradients."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which AdamW keeps its two moments of every weight. bfloat16 takes half of the memory and rounds them up
     or down at random, so that small changes count on average."""

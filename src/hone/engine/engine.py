@@ -35,7 +35,7 @@ from hone.kernels import row_state as column
 from hone.kernels.cuda_graphs import Captured
 from hone.kernels.decode import DecodeRows
 from hone.kernels.pinned_memory import to_device
-from hone.models.adapters import read_adapter
+from hone.models.adapters import Adapter, read_adapter
 from hone.models.language_model import LanguageModel
 from hone.models.lora import lora_modules
 from hone.records import Completion, ContextFull, GenerateRequest
@@ -290,8 +290,14 @@ class Engine:
             raise ValueError(
                 f"adapter {name}: the model has one that is being trained; it takes no others"
             )
-        self.adapters.load_adapter(name, read_adapter(directory))
-        self.set_version(self.version)  # cached prompts of the old adapter are not reused
+        self.place_adapter(name, read_adapter(directory))
+
+    def place_adapter(self, name: str, adapter: Adapter) -> None:
+        """Load or replace an adapter, given by its factors. Raises ValueError if it does not fit."""
+        is_known = name in self.adapters.loaded
+        self.adapters.load_adapter(name, adapter)
+        if is_known:
+            self.set_version(self.version)  # cached prompts of the old adapter are not reused
         self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:

@@ -126,11 +126,6 @@ class Optimizer:
         has_kernel = is_half and adamw.takes(local_part(self.masters[0]))
         self.is_own = is_short or self.is_away or has_kernel
         self._divide_by_decay()
-        if self.is_own:
-            kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
-            tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
-            decays = [decay for members, decay in self.groups for _ in members]
-            self.own = adamw.AdamW(tensors, decays)
         self._sums: list[Tensor] | None = None
 
     def _allocate_moments(self) -> None:
@@ -148,12 +143,24 @@ class Optimizer:
         self.steps = [torch.zeros((), device=self.masters[0].device) for _ in self.masters]
 
     def _divide_by_decay(self) -> None:
-        """Divide AdamW's parameters into matrices, which decay, and others, which do not."""
+        """Divide AdamW's parameters into matrices, which decay, and others; set up its kernel."""
         matrices = [i for i, p in enumerate(self.masters) if p.dim() > 1 and i not in self.by_muon]
         others = [i for i, p in enumerate(self.masters) if p.dim() <= 1]
         groups = [(matrices, self.config.weight_decay), (others, 0.0)]
         self.groups = [(members, decay) for members, decay in groups if members]
         self.by_adamw = [i for members, _ in self.groups for i in members]
+        if self.is_own:
+            kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
+            tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
+            decays = [decay for members, decay in self.groups for _ in members]
+            self.own = adamw.AdamW(tensors, decays)
+
+    def configure(self, config: OptimConfig) -> None:
+        """Use other rates, decay or limits of AdamW from the next step on; types stay as they are."""
+        decays = config.weight_decay != self.config.weight_decay
+        self.config = config
+        if decays:
+            self._divide_by_decay()
 
     def _check_offload(self, half: bool, by_muon: list[int]) -> None:
         if self.ranks.count > 1:
@@ -245,7 +252,8 @@ class Optimizer:
 
     def _own_step(self, grads: list[Tensor], lr: float, scale: float) -> None:
         torch._foreach_add_([self.steps[i] for i in self.by_adamw], 1)
-        change = adamw.Change(scale, lr, self.config.betas, step=int(self.steps[self.by_adamw[0]]))
+        step = int(self.steps[self.by_adamw[0]])
+        change = adamw.Change(scale, lr, self.config.betas, step, self.config.eps)
         self.own.step([grads[i] for i in self.by_adamw], change)
 
     def _muon_step(self, which: list[int], grads: list[Tensor], lr: float, scale: float) -> None:
@@ -282,7 +290,7 @@ class Optimizer:
                 beta1=beta1,
                 beta2=beta2,
                 weight_decay=weight_decay,
-                eps=1e-8,
+                eps=self.config.eps,
                 amsgrad=False,
                 maximize=False,
             )
@@ -301,6 +309,11 @@ class Optimizer:
 
     def is_bad(self, norm: float) -> bool:
         return not math.isfinite(norm) or norm > (self.config.skip_norm or math.inf)
+
+    def discard_gradients(self) -> None:
+        """Forget all gradients since the last step."""
+        self._sums = None
+        self.clear_gradients()
 
     def clear_gradients(self) -> None:
         for parameter in self.parameters:

@@ -1,0 +1,1 @@
+"""A training session: forward, backward, optimizer steps and sampling as separate calls."""
