@@ -20,6 +20,9 @@ def reference_page() -> str:
         "## hone\n",
         entry("hone.RLTrainer", hone.RLTrainer),
         entry("hone.RLConfig", hone.RLConfig, False),
+        entry("hone.TrainingSession", hone.TrainingSession),
+        entry("hone.Datum", hone.Datum),
+        entry("hone.AdamParams", hone.AdamParams),
     ]
     parts.append("## hone.environments\n")
     parts += [entry(f"vf.{name}", getattr(vf, name)) for name in sorted(vf.__all__)]

@@ -7,7 +7,9 @@ import shlex
 import socket
 
 import pytest
+import torch
 
+import hone
 from tests.integration.conftest import BIN, ROOT, answers, at_a_shell, command, until
 
 RECIPE = ROOT / "src/hone/launch/workspace/configs/prime-rl/reverse-text-tiny.toml"
@@ -23,6 +25,7 @@ TRIED = {
     "inference.md": "here; with vLLM in test_samplers.py",
     "models.md": "test_hf_model_commands.py",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
+    "session.md": "here",
     "services.md": "test_seed_commands.py, test_nodes.py",
     "slurm.md": "test_slurm.py",
     "training.md": "here",
@@ -134,6 +137,28 @@ def test_the_algorithms_page(place, started):
     for i, line in enumerate(train):
         said = typed(f"{line.replace('8001', port)} --max-steps 3 --output-dir outputs/{i}", place)
         assert "Step 3" in said and (place / f"outputs/{i}/weights/step_3").exists()
+
+
+def test_the_session_page(tmp_path):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (line,) = commands_of("session.md")
+    steps = re.findall(r"Reward: (\d\.\d+)", typed(line, tmp_path))
+    assert len(steps) == 10 and float(steps[-1]) > 0.1 > float(steps[0])
+    assert (tmp_path / "outputs/session/model/model.safetensors").exists()
+    # The page's own loss, which gets what `forward_backward` hands to functions.
+    page = (ROOT / "docs" / "session.md").read_text()
+    (code,) = re.findall(r"^```python\n(def dpo.*?)^```", page, re.DOTALL | re.MULTILINE)
+    session = hone.TrainingSession(tmp_path / "outputs/session/model", device="cpu")
+    pairs = [hone.Datum.from_completion([5, 6], [7, i]) for i in (8, 9, 10, 11)]
+    before = session.forward(pairs).logprobs
+    sums = [float(one[1:].sum()) for one in before]
+    margins = torch.tensor([sums[0] - sums[1], sums[2] - sums[3]])
+    names = {"torch": torch, "session": session, "pairs": pairs, "reference_margins": margins}
+    for _ in range(5):
+        exec(code, names)  # of this repository's page
+        session.optim_step(hone.AdamParams(1e-3))
+    after = [float(one[1:].sum()) for one in session.forward(pairs).logprobs]
+    assert after[0] - after[1] > sums[0] - sums[1] and after[2] - after[3] > sums[2] - sums[3]
 
 
 def test_the_environments_page(tmp_path, monkeypatch):

@@ -29,7 +29,7 @@ from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.loading import load_configured
 from hone.models.lora import adapter_tensors, add_lora, lora_modules, write_adapter
-from hone.records import Completion
+from hone.records import Completion, Prompt
 from hone.run_directory import appearing_directory
 from hone.session.packed_data import Arrays, pack_data, select_targets, split_rows
 from hone.session.session_data import AdamParams, Datum, ForwardOutput
@@ -234,6 +234,12 @@ class TrainingSession:
         self.optimizer.discard_gradients()
 
     # ------------------------------------------------------------------------------------ sampling
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Return the token ids of a conversation, to the point where the model answers."""
+        return self.tokenizer.prompt_ids(Prompt(messages, tools))
 
     def save_for_sampling(self) -> SnapshotSampler:
         """Return a sampler of the present weights, which later steps do not change.
