@@ -188,9 +188,8 @@ def run_verifiers(runner: Runner) -> None:
         home = ROOT / f".venv-verifiers-{version}"
         runner.install(home, f"verifiers=={version}", *others)
         homes[f"VERIFIERS_{version.replace('.', '_')}"] = str(home)
-    runner.run(
-        *PYTEST, *PARALLEL, "-m", "verifiers", "tests/integration/test_environments.py", **homes
-    )
+    files = ("tests/integration/test_verifiers.py", "tests/integration/test_environments.py")
+    runner.run(*PYTEST, *PARALLEL, "-m", "verifiers", *files, **homes)
 
 
 def run_trl(runner: Runner) -> None:

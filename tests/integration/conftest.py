@@ -324,6 +324,17 @@ def read_rows(file):
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
+V1_ENVIRONMENTS = Path(__file__).parent / "v1_environments"
+
+
+def library_home(version):
+    """Return the virtual environment of a version of verifiers, or skip the test."""
+    home = os.environ.get(f"VERIFIERS_{version.replace('.', '_')}")
+    if home is None:
+        pytest.skip(f"no virtual environment with verifiers {version} is named")
+    return home
+
+
 def generated_tokens(server):
     """Return how many tokens a server has written in requests that are over."""
     text = http.get(server.url.removesuffix("/v1") + "/metrics").text
