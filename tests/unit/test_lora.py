@@ -17,6 +17,7 @@ from hone.inference.samplers.embedded import EmbeddedSampler
 from hone.models.adapters import Adapters, read_adapter
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import hf_names, load_model, split_rows
+from hone.models.layers import Linear
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import find_likeliest
@@ -133,6 +134,27 @@ def test_scale_and_replacement(model, tmp_path):
     with pytest.raises(ValueError, match="no adapter 'x' is loaded; loaded: none"):
         engine.add(request(1, "x"), print)
     same(engine.generate([request(5)])[0], Engine(model).generate([request(5)])[0])
+
+
+@pytest.mark.parametrize(
+    ("rank", "targets", "stays"),
+    [(4, ALL, True), (2, ALL, False), (4, ("k_proj", "down_proj"), False)],
+)
+def test_an_adapter_of_the_same_shape_is_replaced_in_place(model, tmp_path, rank, targets, stays):
+    """CUDA graphs that read its tensors go on; the other adapter is as it was."""
+    engine = Engine(model)
+    for number, name in enumerate(("x", "y")):
+        engine.load_adapter(name, write_adapter(tmp_path / name, model, 4, ALL, number))
+    before = [linear.delta for linear in model.modules() if isinstance(linear, Linear)]
+    new = write_adapter(tmp_path / "new", model, rank, targets, 9)
+    assert engine.adapters.load_adapter("x", read_adapter(new)) is not stays
+    after = [linear.delta for linear in model.modules() if isinstance(linear, Linear)]
+    assert all(a is b for a, b in zip(before, after, strict=True)) == stays
+    for name, place in (("x", new), ("y", tmp_path / "y")):
+        same(
+            engine.generate([request(4, name)])[0],
+            Engine(merged(model, place)).generate([request(4)])[0],
+        )
 
 
 @pytest.mark.parametrize(

@@ -295,10 +295,11 @@ class Engine:
     def place_adapter(self, name: str, adapter: Adapter) -> None:
         """Load or replace an adapter, given by its factors. Raises ValueError if it does not fit."""
         is_known = name in self.adapters.loaded
-        self.adapters.load_adapter(name, adapter)
+        has_replaced = self.adapters.load_adapter(name, adapter)
         if is_known:
             self.set_version(self.version)  # cached prompts of the old adapter are not reused
-        self._drop_graphs()
+        if has_replaced:
+            self._drop_graphs()
 
     def unload_adapter(self, name: str) -> None:
         """Unload an adapter. Raises ValueError if it is unknown or in use."""

@@ -187,8 +187,12 @@ class Adapters:
             )
         return self.loaded[name][0]
 
-    def load_adapter(self, name: str, adapter: Adapter) -> None:
-        """Load or replace an adapter. Raises ValueError if it does not fit the model."""
+    def load_adapter(self, name: str, adapter: Adapter) -> bool:
+        """Load or replace an adapter; return True if tensors that CUDA graphs read were replaced.
+
+        One of the same rank and layers is replaced in place. Raises ValueError if the adapter does
+        not fit the model.
+        """
         sources = self._linear_shapes()
         for target, (a, b) in adapter.weights.items():
             if target not in sources:
@@ -203,7 +207,7 @@ class Adapters:
             self._next += 1
         number = self.loaded[name][0] if name in self.loaded else self._next
         self.loaded[name] = (number, adapter)
-        self._place_factors()
+        return self._place_factors()
 
     def unload_adapter(self, name: str) -> None:
         self.number_of(name)
@@ -251,7 +255,9 @@ class Adapters:
         return sizes
 
     @torch.no_grad()
-    def _place_factors(self) -> None:
+    def _place_factors(self) -> bool:
+        """Write the factors of all adapters; return True if tensors of the model were replaced."""
+        has_replaced = False
         modules = dict(self.model.named_modules())
         for ours, theirs in hf_names(self.model.spec).items():
             module = modules.get(ours.removesuffix(".weight"))
@@ -275,8 +281,18 @@ class Adapters:
                     rows_A.append(a)
                     columns_B.append(column)
                     owners += [number] * adapter.rank
+            before = module.delta
             if not owners:
+                has_replaced |= before is not None
                 module.delta = None
                 continue
             owner_R = torch.tensor(owners, device=module.weight.device)
-            module.delta = Delta(torch.cat(rows_A), torch.cat(columns_B, dim=1), owner_R, self)
+            delta = Delta(torch.cat(rows_A), torch.cat(columns_B, dim=1), owner_R, self)
+            is_own = isinstance(before, Delta) and before.adapters is self
+            if is_own and torch.equal(before.owner_R, owner_R):
+                before.a_RI.copy_(delta.a_RI)
+                before.b_OR.copy_(delta.b_OR)
+                continue
+            module.delta = delta
+            has_replaced = True
+        return has_replaced
