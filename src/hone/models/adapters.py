@@ -288,8 +288,11 @@ class Adapters:
                 continue
             owner_R = torch.tensor(owners, device=module.weight.device)
             delta = Delta(torch.cat(rows_A), torch.cat(columns_B, dim=1), owner_R, self)
-            is_own = isinstance(before, Delta) and before.adapters is self
-            if is_own and torch.equal(before.owner_R, owner_R):
+            if (
+                isinstance(before, Delta)
+                and before.adapters is self
+                and torch.equal(before.owner_R, owner_R)
+            ):
                 before.a_RI.copy_(delta.a_RI)
                 before.b_OR.copy_(delta.b_OR)
                 continue
