@@ -96,6 +96,31 @@ class GpuMemory:
         self.reader.join()
 
 
+def run_rl(words: list[str], name: str, env: dict[str, str]) -> tuple[int, str]:
+    """Run `rl`; return the largest memory in use on the GPU in bytes, and the error if it failed.
+
+    The log of a failed run is written as NAME.log into the directory $OUT, if that is set.
+    """
+    command = [sys.executable, "-m", "hone", "rl", *words]
+    with GpuMemory() as memory:
+        done = subprocess.run(
+            command, cwd=ROOT, env=with_tasks() | env, capture_output=True, text=True
+        )
+    if not done.returncode:
+        return memory.peak, ""
+    if (folder := os.environ.get("OUT")) is not None:
+        (Path(folder) / f"{name}.log").write_text(done.stdout + done.stderr)
+    return memory.peak, (done.stderr.strip().splitlines() or ["no message"])[-1][:300]
+
+
+def median_times(rows: list[dict]) -> dict[str, float]:
+    """Return the median seconds of a step and its parts, without the first one's compilation."""
+    return {
+        key: median([row[key] for row in rows[1:] or rows])
+        for key in ("time/step", "time/generate", "time/train")
+    }
+
+
 def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict:
     from hone.launch.card_fit import CARD_GIB
     from hone.trainer.memory_plan import CONTEXT_BYTES
@@ -113,31 +138,16 @@ def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict
         }
         if not at_once:
             return cell
-        env = with_tasks() | {"HONE_GPU_GIB": str(CARD_GIB[card])}
-        with GpuMemory() as memory:
-            done = subprocess.run(
-                [sys.executable, "-m", "hone", "rl", *words, *more],
-                cwd=ROOT,
-                env={**os.environ, **env},
-                capture_output=True,
-                text=True,
-            )
-        if done.returncode:
-            if (folder := os.environ.get("OUT")) is not None:
-                log = done.stdout + done.stderr
-                (Path(folder) / f"{model.name}-{way}-{card}.log").write_text(log)
-            error = (done.stderr.strip().splitlines() or [""])[-1][:300]
-            return cell | {"fits": False, "in_use_gib": memory.peak / GIB, "error": error}
+        limit = {"HONE_GPU_GIB": str(CARD_GIB[card])}
+        peak, error = run_rl([*words, *more], f"{model.name}-{way}-{card}", limit)
+        if error:
+            return cell | {"fits": False, "in_use_gib": peak / GIB, "error": error}
         rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     cache = rows[-1]["perf/kv_cache"]
     one_sequence = need.sequence / GIB - cache
-    used = memory.peak / GIB + one_sequence
+    used = peak / GIB + one_sequence
     allocated = rows[-1]["perf/peak_memory"] + one_sequence
-    later = rows[1:] or rows
-    middle = {
-        key: median([row[key] for row in later])
-        for key in ("time/step", "time/generate", "time/train")
-    }
+    middle = median_times(rows)
     trained = args.rollouts * args.completion + args.rollouts // 16 * args.prompt
     return cell | {
         "at_once": min(args.rollouts, int(cache * GIB // need.sequence)),
@@ -145,7 +155,7 @@ def run_cell(model: Path, way: str, card: int, args: argparse.Namespace) -> dict
         "estimate_over_used": need.least_bytes / GIB / used,
         "allocated_gib": allocated,
         "estimate_over_allocated": (need.least_bytes - CONTEXT_BYTES) / GIB / allocated,
-        "in_use_gib": memory.peak / GIB,
+        "in_use_gib": peak / GIB,
         "step_s": middle["time/step"],
         "decoded_tokens_per_s": args.rollouts * args.completion / middle["time/generate"],
         "trained_tokens_per_s": trained / middle["time/train"],

@@ -9,15 +9,12 @@ GSM8K do not reach. So the times are upper bounds, and nothing is learned. A lin
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import tomllib
 from pathlib import Path
 
-from cards_gpu import GIB, SYSTEM, GpuMemory, write_model
-from peer import ROOT, finish, median, with_tasks
+from cards_gpu import GIB, SYSTEM, median_times, run_rl, write_model
+from peer import ROOT, finish
 
 PROMPT_TOKENS = 160
 RECIPES = {
@@ -51,23 +48,13 @@ def run_recipe(name: str, model: Path, steps: int) -> dict:
         recipe |= {"output_dir": str(run), "max_steps": steps, "log_interval": 1}
         words = ["--model.name", str(model), "--orchestrator.env", env]
         words += ["--orchestrator.no-drop-zero-signal", *flatten_keys(recipe)]
-        with GpuMemory() as memory:
-            command = [sys.executable, "-m", "hone", "rl", *words]
-            done = subprocess.run(
-                command, cwd=ROOT, env=with_tasks(), capture_output=True, text=True
-            )
-        if done.returncode:
-            if (folder := os.environ.get("OUT")) is not None:
-                (Path(folder) / f"{name}.log").write_text(done.stdout + done.stderr)
-            return {"error": (done.stderr.strip().splitlines() or [""])[-1][:300]}
+        peak, error = run_rl(words, name, {})
+        if error:
+            return {"error": error}
         rows = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     settings = recipe["orchestrator"]
     decoded = settings["batch_size"] * settings["sampling"]["max_tokens"]
-    later = rows[1:] or rows
-    middle = {
-        key: median([row[key] for row in later])
-        for key in ("time/step", "time/generate", "time/train")
-    }
+    middle = median_times(rows)
     return {
         "rollouts": settings["batch_size"],
         "completion_tokens": settings["sampling"]["max_tokens"],
@@ -77,7 +64,7 @@ def run_recipe(name: str, model: Path, steps: int) -> dict:
         "decoded_tokens_per_s": decoded / middle["time/generate"],
         "trained_tokens_per_s": decoded / middle["time/train"],
         "peak_gib": rows[-1]["perf/peak_memory"],
-        "in_use_gib": memory.peak / GIB,
+        "in_use_gib": peak / GIB,
         "mismatch_kl": rows[0]["mismatch_kl/mean"],
     }
 

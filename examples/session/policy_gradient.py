@@ -59,7 +59,9 @@ def main():
             f"Step {step + 1} | Reward: {reward:.4f} | Loss: {out.loss:.4f} | Grad. Norm: {norm:.4f}"
         )
     print(
-        "Adapter" if args.lora else "Weights", "written to", session.export("outputs/session/model")
+        "Adapter" if args.lora else "Weights",
+        "written to",
+        session.export_weights("outputs/session/model"),
     )
 
 

@@ -267,7 +267,7 @@ def test_an_adapter_is_written_as_peft_reads_it_and_weights_as_transformers_does
         session = make_session(lora)
         session.forward_backward(make_data(draw))
         session.optim_step(hone.AdamParams(1e-2))
-        place = session.export(tmp_path / name)
+        place = session.export_weights(tmp_path / name)
         if lora is None:
             again = TrainingSession(place, device="cpu")
             assert all(map(torch.equal, again.model.parameters(), session.model.parameters()))

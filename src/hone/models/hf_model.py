@@ -154,15 +154,11 @@ class HFModel(LanguageModel):
         whole.eval()
 
     @classmethod
-    def make_shell(cls, spec: ModelSpec) -> "HFModel":
-        with torch.device("meta"):
-            return cls(spec)
-
-    @classmethod
     @cache
     def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:
         """Return the parameters and saved buffers, and the names that transformers gives them."""
-        model = cls.make_shell(spec)
+        with torch.device("meta"):
+            model = cls(spec)
         theirs = {id(tensor): name for name, tensor in _saved_tensors(model.whole)}
         return {name: [theirs[id(tensor)]] for name, tensor in _saved_tensors(model)}
 

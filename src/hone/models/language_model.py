@@ -44,11 +44,6 @@ class LanguageModel(nn.Module):
         self.routing_TR: Tensor | None = None
 
     @classmethod
-    def make_shell(cls, spec: ModelSpec) -> "LanguageModel":
-        """Return a model whose tensors take no memory, since the caller replaces them."""
-        return cls(spec)  # uninitialized memory that is never written
-
-    @classmethod
     def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:
         """Return, by parameter name, the names of the HF tensors that the parameter stacks by rows."""
         raise NotImplementedError

@@ -7,6 +7,7 @@ Saved as peft does (adapter_config.json, adapter_model.safetensors), or merged i
 Adapters that a server loads beside a model are in `adapters.py`.
 """
 
+import copy
 import json
 import math
 import zlib
@@ -25,7 +26,7 @@ from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.dithering import dither_
 from hone.models.eight_bit import quantize_blocks
-from hone.models.hf import hf_names, model_class, split_rows
+from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.spec import ModelSpec
@@ -227,19 +228,12 @@ class Merged:
         self._sums: list[tuple[nn.Parameter, nn.Parameter, LoRA]] = []
         if not any(lora.config.keeps_copy for lora in lora_modules(trained)):
             return
-        self.model = model_class(trained.spec).make_shell(trained.spec)
-        for name in dict(self.model.named_buffers()):
-            path, _, leaf = name.rpartition(".")
-            setattr(self.model.get_submodule(path), leaf, trained.get_buffer(name))
-        for name in dict(self.model.named_parameters()):
-            path, _, leaf = name.rpartition(".")
-            weight = trained.get_parameter(name)
-            delta = getattr(trained.get_submodule(path), "delta", None)
-            if isinstance(delta, LoRA) and leaf == "weight":
-                own = nn.Parameter(torch.empty_like(weight), requires_grad=False)
-                self._sums.append((own, weight, delta))
-                weight = own
-            setattr(self.model.get_submodule(path), leaf, weight)
+        self.model = share_base(trained)
+        for name, linear in trained.named_modules():
+            if isinstance(linear, Linear) and isinstance(linear.delta, LoRA):
+                own = nn.Parameter(torch.empty_like(linear.weight), requires_grad=False)
+                self.model.get_submodule(name).weight = own
+                self._sums.append((own, linear.weight, linear.delta))
         self.follow_step()
 
     @torch.no_grad()
@@ -247,6 +241,17 @@ class Merged:
         """Update the merged weights after a training step."""
         for own, weight, lora in self._sums:
             own.copy_(lora.merge_into(weight))
+
+
+def share_base(model: LanguageModel) -> LanguageModel:
+    """Return a model without adapters that shares all other tensors with `model`."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    shared = copy.deepcopy(model, {id(x): x for x in tensors})
+    for module in shared.modules():
+        if isinstance(module, Linear) and module.delta is not None:
+            del module.delta  # a child module, in whose place an engine puts something else
+            module.delta = None
+    return shared
 
 
 @contextmanager

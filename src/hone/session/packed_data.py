@@ -21,7 +21,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 
 def pack_data(data: Sequence[Arrays], device: torch.device) -> Packed:
-    """Pack the arrays of data (`Datum.arrays`); every position is computed, also without weight."""
+    """Pack the arrays of data (`Datum.build_arrays`); every position is computed, also without weight."""
     lengths = [len(one["tokens"]) for one in data]
     per_row = np.concatenate(
         [np.full(len(one["tokens"]), one["targets"].size // len(one["tokens"])) for one in data]
@@ -44,22 +44,20 @@ def pack_data(data: Sequence[Arrays], device: torch.device) -> Packed:
 
 
 def select_targets(data: Sequence[Arrays], packed: Packed) -> Targets:
-    """Return the losses' inputs that all data have; weights are 1 where none are given."""
-    device = packed.targets_N.device
-    given = {}
-    for name in PER_TARGET:
-        if all(name in one for one in data):
-            flat = np.concatenate([one[name].reshape(-1) for one in data])
-        elif name == "weights":
-            parts = [one.get(name, np.ones(one["targets"].shape, np.float32)) for one in data]
-            flat = np.concatenate([part.reshape(-1) for part in parts])
-        else:
-            continue
-        given[name] = to_device(flat, device)
+    """Return the inputs of losses that all data have."""
+    given = {
+        name: to_device(
+            np.concatenate([one[name].reshape(-1) for one in data]), packed.targets_N.device
+        )
+        for name in PER_TARGET
+        if all(name in one for one in data)
+    }
     return Targets(given, packed.sequence_N)
 
 
-def split_rows(values_N: NDArray[np.float32], data: Sequence[Arrays]) -> list[NDArray[np.float32]]:
+def split_by_datum(
+    values_N: NDArray[np.float32], data: Sequence[Arrays]
+) -> list[NDArray[np.float32]]:
     """Return the numbers of packed targets for each datum, shaped like its targets."""
     ends = np.cumsum([one["targets"].size for one in data])[:-1]
     parts = np.split(values_N, ends)

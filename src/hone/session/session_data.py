@@ -56,19 +56,19 @@ class Datum:
         tokens = [*prompt, *completion]
         before = len(prompt) - 1
 
-        def pad(values: Sequence[float]) -> list[float]:
+        def pad_prompt(values: Sequence[float]) -> list[float]:
             return [0.0] * before + list(values)
 
         return cls(
             tokens[:-1],
             tokens[1:],
-            weights=pad([1.0] * len(completion)),
-            logprobs=None if logprobs is None else pad(logprobs),
-            advantages=None if advantage is None else pad([advantage] * len(completion)),
+            weights=pad_prompt([1.0] * len(completion)),
+            logprobs=None if logprobs is None else pad_prompt(logprobs),
+            advantages=None if advantage is None else pad_prompt([advantage] * len(completion)),
         )
 
-    def arrays(self, vocab_size: int, place: str) -> dict[str, NDArray[Any]]:
-        """Return tokens, targets and all inputs that are given, as checked arrays.
+    def build_arrays(self, vocab_size: int, place: str) -> dict[str, NDArray[Any]]:
+        """Return tokens, targets, weights and the other inputs that are given, as checked arrays.
 
         Raises ValueError, which begins with `place`, for ids outside of the vocabulary or other lengths.
         """
@@ -92,6 +92,7 @@ class Datum:
                 f"{place}: targets has shape {list(targets.shape)}; wanted [{len(tokens)}] or [{len(tokens)}, K], "
                 "a target or K targets for each token"
             )
+        found["weights"] = np.ones(targets.shape, np.float32)
         for name in PER_TARGET:
             given = getattr(self, name)
             if given is None:

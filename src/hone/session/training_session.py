@@ -26,12 +26,11 @@ from hone.models.adapters import Adapter
 from hone.models.device_memory import total_bytes
 from hone.models.hf import save_model
 from hone.models.language_model import LanguageModel
-from hone.models.layers import Linear
 from hone.models.loading import load_configured
-from hone.models.lora import adapter_tensors, add_lora, lora_modules, write_adapter
+from hone.models.lora import adapter_tensors, add_lora, lora_modules, share_base, write_adapter
 from hone.records import Completion, Prompt
 from hone.run_directory import appearing_directory
-from hone.session.packed_data import Arrays, pack_data, select_targets, split_rows
+from hone.session.packed_data import Arrays, pack_data, select_targets, split_by_datum
 from hone.session.session_data import AdamParams, Datum, ForwardOutput
 from hone.session.session_losses import LOSSES, NEEDED, WHOLE_SEQUENCES, Targets, check_loss
 from hone.session.snapshot_sampler import SnapshotSampler
@@ -102,6 +101,8 @@ class TrainingSession:
             add_lora(self.model, self.lora, seed)
             # With the targets that it has in this model.
             self.lora = next(lora_modules(self.model)).config
+            # 8-bit weights are computed for one block at a time only if blocks are recomputed.
+            self.model.recomputes = self.lora.base_bits == 8
         self.optimizer = Optimizer(self.model, OptimConfig(**{"lr": 0.0, **(optim or {})}))
         sizes = (self.model.spec, self.model.embed.weight.dtype.itemsize, self.model.recomputes)
         self.micro_batch = micro_batch or micro_batch_tokens(*sizes, total_bytes(self.device))
@@ -161,7 +162,7 @@ class TrainingSession:
         if not data:
             raise ValueError("data: there is no datum")
         arrays = [
-            one.arrays(self.model.spec.vocab_size, f"data[{i}]") for i, one in enumerate(data)
+            one.build_arrays(self.model.spec.vocab_size, f"data[{i}]") for i, one in enumerate(data)
         ]
         for i, one in enumerate(arrays):
             for name in NEEDED[loss]:
@@ -204,7 +205,7 @@ class TrainingSession:
             total.backward()
             self.optimizer.accumulate_gradients()
         values = torch.cat(found).float().cpu().numpy()
-        return float(total.detach()), split_rows(values, data)
+        return float(total.detach()), split_by_datum(values, data)
 
     def optim_step(self, adam: AdamParams | None = None) -> dict[str, float]:
         """Update the weights by the summed gradients, and clear these.
@@ -219,7 +220,7 @@ class TrainingSession:
             "weight_decay": adam.weight_decay,
             "max_norm": math.inf if adam.max_norm is None else adam.max_norm,
         }
-        self.optimizer.configure(self.optimizer.config.model_copy(update=keys))
+        self.optimizer.change_settings(self.optimizer.config.model_copy(update=keys))
         norm = self.optimizer.step(adam.lr)
         is_bad = self.optimizer.is_bad(norm)
         if is_bad:
@@ -343,7 +344,7 @@ class TrainingSession:
         self.steps = described["steps"]
         self._note_change()
 
-    def export(self, directory: str | Path) -> Path:
+    def export_weights(self, directory: str | Path) -> Path:
         """Write the weights in Hugging Face format; of LoRA the adapter, as peft reads it."""
         place = Path(directory)
         if self.lora is None:
@@ -358,17 +359,6 @@ class TrainingSession:
         if self.lora is None:
             return None
         return {"rank": self.lora.rank, "alpha": self.lora.alpha, "targets": self.lora.targets}
-
-
-def share_base(model: LanguageModel) -> LanguageModel:
-    """Return a model without adapters that shares all other tensors with `model`."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    shared = copy.deepcopy(model, {id(x): x for x in tensors})
-    for module in shared.modules():
-        if isinstance(module, Linear) and module.delta is not None:
-            del module.delta  # a child module, in whose place an engine puts something else
-            module.delta = None
-    return shared
 
 
 @torch.no_grad()

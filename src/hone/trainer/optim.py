@@ -155,7 +155,7 @@ class Optimizer:
             decays = [decay for members, decay in self.groups for _ in members]
             self.own = adamw.AdamW(tensors, decays)
 
-    def configure(self, config: OptimConfig) -> None:
+    def change_settings(self, config: OptimConfig) -> None:
         """Use other rates, decay or limits of AdamW from the next step on; types stay as they are."""
         decays = config.weight_decay != self.config.weight_decay
         self.config = config
