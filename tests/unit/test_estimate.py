@@ -21,7 +21,7 @@ from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
 from hone.trainer.memory_estimate import estimate_rl, micro_batch_tokens
-from hone.trainer.memory_plan import choose_memory
+from hone.trainer.memory_plan import CPU_SHARE, choose_memory, estimate_need
 from hone.trainer.rl.trainer import PolicyTrainer
 from tests.unit.test_families import CONFIGS
 
@@ -186,13 +186,34 @@ def test_auto_chooses_the_fastest_step_that_fits(shape, command):
     for recomputes in (False, True):
         sizes = [size for one, size in choices if one == recomputes]
         assert sizes == sorted(sizes)
-    assert choice(None)[0] is False  # on a CPU
+    assert choice(None)[0] is False
     fixed = load_config(config_class, [*words, *(
         ["--trainer.micro-batch-tokens", "1000", "--trainer.no-activation-checkpointing"]
         if command == "rl"
         else ["--data.micro-batch-size", "2", "--no-activation-checkpointing"]
     )])  # fmt: skip
     assert choice(2**30, fixed) == (False, 1000 if command == "rl" else 2)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("command", ["rl", "sft"])
+def test_a_cpu_keeps_its_default_step_where_it_fits(shape, command):
+    spec = spec_of(shape)
+    config_class, words = words_of(command)
+    config = load_config(config_class, words)
+
+    def choose(gib):
+        return choose_memory(config, spec, 4, int(gib * 2**30), is_gpu=False)
+
+    default = choose_memory(config, spec, 4, None)
+    assert choose(2**20) == default
+    for gib in (2048, 512, 256, 128, 64, 32, 16):
+        chosen = choose(gib)
+        need, least = (estimate_need(one, spec, 4) for one in (chosen, default))
+        if least.fits(gib * CPU_SHARE):
+            assert chosen == default
+        else:  # smaller, also where nothing fits
+            assert need.least_bytes < least.least_bytes
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -221,6 +242,7 @@ def test_a_dry_run_says_what_a_step_takes(tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     words = ["--dry-run", "--model.name", str(tmp_path), "--output-dir", str(tmp_path / "run")]
     monkeypatch.setattr("hone.machine.usable_gpus", list)
+    monkeypatch.setattr("hone.machine.usable_memory", lambda: 512 * 2**30)
     assert cli._run_command("trainer", words) == 0
     assert "# memory, about: training in float32, up to 16,384 tokens" in capsys.readouterr().out
     monkeypatch.setattr("hone.machine.usable_gpus", lambda: ["0"])
@@ -265,7 +287,10 @@ def test_out_of_memory_is_one_message(tmp_path, monkeypatch, capsys):
     assert "activation_checkpointing" in said and "Traceback" not in said
 
 
-def test_the_estimate_after_running_out_of_memory_has_the_micro_batches_of_the_gpu(tmp_path):
+def test_the_estimate_after_running_out_of_memory_has_the_micro_batches_of_the_gpu(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("hone.machine.usable_gpus", lambda: ["0"])
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B))
     words = ["--model.name", str(tmp_path), "--model.dtype", "bfloat16", "--trainer.lora.rank", "8"]
     words += ["--orchestrator.env", '{"id": "reverse-text"}']

@@ -45,7 +45,7 @@ class TrainerConfig(Config):
     would not fit otherwise."""
     activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a quarter more time. auto does so where a step would not fit the GPU otherwise; with several trainer
+    about a quarter more time. auto does so where a step would not fit the memory otherwise; with several trainer
     processes it keeps all."""
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example

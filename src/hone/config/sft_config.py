@@ -52,8 +52,8 @@ class DataConfig(Config):
     batch_size: Positive = 128
     """Rows of seq_len tokens in one optimiser step."""
     micro_batch_size: Free[Positive | None] = None
-    """Rows in one forward and backward pass; fewer need less memory and give the same step. Unless given, all of
-    batch_size, and on a GPU as many as fit, up to 65,536 tokens."""
+    """Rows in one forward and backward pass; fewer need less memory and give the same step. Unless given, as many
+    as fit the device's memory, on a GPU up to 65,536 tokens."""
     pack: Literal["cat", "stack"] = "cat"
     """How conversations become rows. cat: as many whole ones as fit, which never attend to each other; stack: one per
     row."""
@@ -109,7 +109,7 @@ class SFTConfig(ResumableConfig):
     step. Either way the worst conversations are written to bad_steps/."""
     activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a quarter more time. auto does so where a step would not fit the GPU otherwise; with several trainer
+    about a quarter more time. auto does so where a step would not fit the memory otherwise; with several trainer
     processes it keeps all."""
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example

@@ -23,15 +23,16 @@ HUB_TIMEOUT_SECONDS = 5.0
 def memory_lines(config: Config, card_bytes: int | None = None) -> list[str]:
     """Return lines of text that estimate the memory of training and of sampling.
 
-    "auto" keys have the values that they get on a GPU of `card_bytes`; None: no GPU. A part that
-    `config` does not run has no line. If the model's config.json is neither here nor available from
+    "auto" keys have the values that they get on this CPU, or on a GPU of `card_bytes`; None: not
+    known. A part that `config` does not run has no line. If the model's config.json is neither here nor available from
     the hub, or if vLLM runs the model, the only line says so. Raises ValueError if config.json
     cannot be read.
     """
     found = _find_model(config)
     if isinstance(found, str):
         return [found] if found else []
-    config = choose_memory(config, found.spec, found.itemsize, card_bytes)
+    device_bytes = machine.usable_memory() if found.on_cpu else card_bytes
+    config = choose_memory(config, found.spec, found.itemsize, device_bytes, not found.on_cpu)
     training = estimate_training(config, found.spec, found.itemsize)
     lines = [] if training is None else [_training_line(config, found.dtype, *training)]
     return lines + _sampling_lines(config, found.spec, found.dtype, found.itemsize)
@@ -56,6 +57,7 @@ class _Model:
     spec: ModelSpec
     dtype: str
     itemsize: int
+    on_cpu: bool
 
 
 def _find_model(config: Config) -> _Model | str:
@@ -73,7 +75,8 @@ def _find_model(config: Config) -> _Model | str:
     spec = parse_model_config(shape, place, model.implementation)
     on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
-    return _Model(spec, "float32", 4) if is_single else _Model(spec, "bfloat16", 2)
+    dtype, itemsize = ("float32", 4) if is_single else ("bfloat16", 2)
+    return _Model(spec, dtype, itemsize, on_cpu)
 
 
 def _training_line(config: Config, kind: str, tokens: int, expected: "Estimate") -> str:

@@ -30,6 +30,8 @@ GIB = 2**30
 CONTEXT_BYTES = int(0.9 * GIB)
 # Sequences that a sampler should decode at once: fewer leave a GPU idle, the more so the fewer.
 WANTED_SEQUENCES = (32, 16, 8, 4, 2, 1)
+# Of a CPU's memory: there a step takes about twice the estimate, which is that of a GPU's kernels.
+CPU_SHARE = 0.45
 TRAINING_SHARE = 0.95  # of a card, for commands that only train
 # Micro-batches that "auto" tries, after the default: with all activations, and with recomputed ones.
 SMALLER_TOKENS = (8192, 4096)
@@ -145,29 +147,35 @@ def _usable_share(config: EngineConfig) -> float:
 
 
 def choose_memory(
-    config: AnyConfig, spec: ModelSpec, itemsize: int, card_bytes: int | None
+    config: AnyConfig,
+    spec: ModelSpec,
+    itemsize: int,
+    device_bytes: int | None,
+    is_gpu: bool = True,
 ) -> AnyConfig:
-    """Return a configuration whose "auto" memory keys have values with which it fits a card.
+    """Return a configuration whose "auto" memory keys have values with which it fits a device.
 
     The first of these that fits is chosen: smaller micro-batches with all activations, then
     recomputed activations; the first of WANTED_SEQUENCES with which any fits should decode at
-    once. If nothing fits, the last one is returned. Keys that are set stay.
+    once. If nothing fits, the last one is returned. Keys that are set stay. A CPU's defaults are
+    kept where they fit, since its results depend on them to the bit.
 
     Args:
-        card_bytes: memory of the device; None: keep activations, in micro-batches of default size.
+        device_bytes: memory of the device; None: keep activations, in micro-batches of default size.
     """
-    choices = list(_list_choices(config, spec, itemsize, card_bytes))
-    if card_bytes is None:
+    choices = list(_list_choices(config, spec, itemsize, device_bytes if is_gpu else None))
+    if device_bytes is None:
         return choices[0]
-    for least in WANTED_SEQUENCES:
+    usable_gib = device_bytes * (1.0 if is_gpu else CPU_SHARE) / GIB
+    for least in WANTED_SEQUENCES if is_gpu else (1,):
         for chosen in choices:
             need = estimate_need(chosen, spec, itemsize)
-            if need is None or need.fits(card_bytes / GIB, least):
+            if need is None or need.fits(usable_gib, least):
                 return chosen
     return choices[-1]
 
 
-def describe_choice(config: Config, spec: ModelSpec, itemsize: int, card_bytes: int) -> str:
+def describe_choice(config: Config, spec: ModelSpec, itemsize: int, device_bytes: int) -> str:
     """Return a sentence on the micro-batches that `choose_memory` chose, and what a step needs."""
     need = estimate_need(config, spec, itemsize)
     assert need is not None
@@ -178,15 +186,18 @@ def describe_choice(config: Config, spec: ModelSpec, itemsize: int, card_bytes: 
         size = f"up to {section.micro_batch_tokens:,} tokens"  # type: ignore[attr-defined]
     kept = "recomputed" if section.activation_checkpointing else "kept"  # type: ignore[attr-defined]
     return (
-        f"Micro-batches of {size}, activations {kept}: about {need.least_bytes / GIB:.1f} of the GPU's "
-        f"{card_bytes / GIB:.1f} GiB are needed at least"
+        f"Micro-batches of {size}, activations {kept}: about {need.least_bytes / GIB:.1f} of the device's "
+        f"{device_bytes / GIB:.1f} GiB are needed at least"
     )
 
 
 def _list_choices(
     config: AnyConfig, spec: ModelSpec, itemsize: int, card_bytes: int | None
 ) -> Iterator[AnyConfig]:
-    """Yield the configuration with values in place of "auto", the fastest first."""
+    """Yield the configuration with values in place of "auto", the fastest first.
+
+    `card_bytes` is None if the device is no GPU.
+    """
     if isinstance(config, SFTConfig):
         for recomputes in _list_recomputing(config.activation_checkpointing, config.lora):
             for rows in _list_rows(config, recomputes, card_bytes):
@@ -220,11 +231,12 @@ def _list_recomputing(configured: bool | str, lora: LoRAConfig | None) -> list[b
 
 def _list_rows(config: SFTConfig, recomputes: bool, card_bytes: int | None) -> list[int | None]:
     """Return numbers of rows of a micro-batch, the largest first. All activations need enough of them."""
-    if config.data.micro_batch_size or card_bytes is None:
+    if config.data.micro_batch_size:
         return [config.data.micro_batch_size]
     row = config.data.seq_len or UNKNOWN_ROW_TOKENS
     batch = config.data.batch_size
     sizes = [rows for rows in range(batch, 0, -1) if batch % rows == 0]
-    sizes = [rows for rows in sizes if rows * row <= MAX_SFT_TOKENS] or sizes[-1:]
+    if card_bytes is not None:
+        sizes = [rows for rows in sizes if rows * row <= MAX_SFT_TOKENS] or sizes[-1:]
     enough = [rows for rows in sizes if rows * row >= SMALLER_TOKENS[-1]] or sizes[:1]
     return list(sizes if recomputes else enough)

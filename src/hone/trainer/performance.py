@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from hone.machine import usable_memory
 from hone.models.device_memory import total_bytes
 from hone.models.language_model import LanguageModel
 from hone.trainer.memory_plan import AnyConfig, choose_memory, describe_choice
@@ -70,16 +71,17 @@ def model_flops_utilization(flops_per_second: float, device: torch.device) -> fl
 
 
 def fit_to_device(config: AnyConfig, model: LanguageModel, log: logging.Logger) -> AnyConfig:
-    """Return a configuration with the micro-batches that fit the model's GPU, and log them.
+    """Return a configuration with the micro-batches that fit the model's device, and log them.
 
-    On other devices "auto" keeps all activations (`memory_plan.choose_memory`).
+    On a CPU they are logged if they are not the default ones.
     """
     weight = model.embed.weight
     card_bytes = total_bytes(weight.device)
-    sizes = (model.spec, weight.dtype.itemsize, card_bytes)
-    chosen = choose_memory(config, *sizes)
-    if card_bytes is not None:
-        log.info("%s", describe_choice(chosen, model.spec, weight.dtype.itemsize, card_bytes))
+    sizes = (model.spec, weight.dtype.itemsize)
+    device_bytes = usable_memory() if card_bytes is None else card_bytes
+    chosen = choose_memory(config, *sizes, device_bytes, is_gpu=card_bytes is not None)
+    if card_bytes is not None or chosen != choose_memory(config, *sizes, None):
+        log.info("%s", describe_choice(chosen, *sizes, device_bytes))
     return chosen
 
 
