@@ -68,7 +68,11 @@ def plot_runs(rows: list[dict], metrics: list[str], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), constrained_layout=True)
+    count = 2 if metrics else 1
+    figure, grid = plt.subplots(
+        1, count, figsize=(5 * count, 3.6), constrained_layout=True, squeeze=False
+    )
+    axes = grid[0]
     trained = [row for row in rows if "reward/mean" in row]
     step = [row["step"] for row in trained]
     axes[0].plot(step, [row["reward/mean"] for row in trained], color="tab:green", label="training")
@@ -80,8 +84,9 @@ def plot_runs(rows: list[dict], metrics: list[str], file: Path) -> None:
     axes[0].legend()
     for name in metrics:
         axes[1].plot(step, [row.get(name) for row in trained], label=name.rpartition("/")[2], lw=1)
-    axes[1].set(title="RL: metrics", xlabel="step")
-    axes[1].legend()
+    if metrics:
+        axes[1].set(title="RL: metrics", xlabel="step")
+        axes[1].legend()
     for axis in axes:
         axis.grid(alpha=0.3)
     figure.savefig(file, dpi=110)

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hone.config.vf_rl_config import RLTrainerArgs as RLConfig
     from hone.launch.rl_trainer import RLTrainer
+    from hone.session.frozen_base import FrozenBase
     from hone.session.session_data import AdamParams, Datum
     from hone.session.training_session import TrainingSession
 
 __version__ = "0.1.0"
-__all__ = ["AdamParams", "Datum", "RLConfig", "RLTrainer", "TrainingSession"]
+__all__ = ["AdamParams", "Datum", "FrozenBase", "RLConfig", "RLTrainer", "TrainingSession"]
 STARTED = time.perf_counter()  # start of the process, imports included
 _PLACES = {
     "RLConfig": ("hone.config.vf_rl_config", "RLTrainerArgs"),
     "RLTrainer": ("hone.launch.rl_trainer", "RLTrainer"),
+    "FrozenBase": ("hone.session.frozen_base", "FrozenBase"),
     "AdamParams": ("hone.session.session_data", "AdamParams"),
     "Datum": ("hone.session.session_data", "Datum"),
     "TrainingSession": ("hone.session.training_session", "TrainingSession"),

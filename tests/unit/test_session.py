@@ -335,3 +335,40 @@ def test_a_loop_of_one_s_own_learns():
         session.forward_backward(data, "importance_sampling")
         session.optim_step(hone.AdamParams(2e-2))
     assert np.mean(rewards[-6:]) > np.mean(rewards[:6]) + 0.2
+
+
+def test_sessions_on_one_base_learn_what_each_learns_alone():
+    """Two adapters of other ranks in turn; samples of both come from one engine."""
+    draw = np.random.default_rng(3)
+    data = [make_data(draw), make_data(draw)]
+    loras = [LORA, {"rank": 2, "alpha": 32, "targets": ["q_proj", "down_proj"]}]
+
+    def take_step(session, which):
+        found = session.forward_backward(data[which], "cross_entropy")
+        session.optim_step(hone.AdamParams(lr=1e-2, max_norm=0.5))
+        return found.loss, session.sample([[5, 6, 7]], max_tokens=6)[0][0]
+
+    keys = {"random_init": True, "device": "cpu"}
+    base = hone.FrozenBase(MODEL, sampling=SAMPLING, **keys)
+    before = {name: x.clone() for name, x in base.loaded.model.named_parameters()}
+    together = [hone.TrainingSession(base, lora=lora, seed=i) for i, lora in enumerate(loras)]
+    found = [[take_step(session, i) for i, session in enumerate(together)] for _ in range(3)]
+    for i, lora in enumerate(loras):
+        alone = make_session(lora, seed=i, **keys)
+        alone.model.load_state_dict(base.loaded.model.state_dict(), strict=False)
+        for row in found:
+            loss, completion = take_step(alone, i)
+            assert abs(row[i][0] - loss) <= 1e-5 * abs(loss)
+            assert row[i][1].ids == completion.ids
+            np.testing.assert_allclose(row[i][1].logprobs, completion.logprobs, atol=1e-5)
+    after = dict(base.loaded.model.named_parameters())
+    assert all(torch.equal(after[name], x) for name, x in before.items())
+
+
+def test_a_base_refuses_what_it_has_decided():
+    base = hone.FrozenBase(MODEL, random_init=True, device="cpu")
+    for keys in ({}, {"lora": LORA, "dtype": "bfloat16"}, {"lora": LORA, "sampling": SAMPLING}):
+        with pytest.raises(ValueError, match="FrozenBase"):
+            hone.TrainingSession(base, **keys)
+    with pytest.raises(ValueError, match="base_bits"):
+        hone.TrainingSession(base, lora=LORA | {"base_bits": 8})

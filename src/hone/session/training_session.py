@@ -30,6 +30,7 @@ from hone.models.loading import load_configured
 from hone.models.lora import adapter_tensors, add_lora, lora_modules, share_base, write_adapter
 from hone.records import Completion, Prompt
 from hone.run_directory import appearing_directory
+from hone.session.frozen_base import FrozenBase
 from hone.session.packed_data import Arrays, pack_data, select_targets, split_by_datum
 from hone.session.session_data import AdamParams, Datum, ForwardOutput
 from hone.session.session_losses import LOSSES, NEEDED, WHOLE_SEQUENCES, Targets, check_loss
@@ -63,7 +64,7 @@ class TrainingSession:
 
     def __init__(
         self,
-        model: str | Path,
+        model: "str | Path | FrozenBase",
         *,
         lora: LoRAConfig | Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -75,25 +76,37 @@ class TrainingSession:
         """Load a model and prepare to train it.
 
         Args:
-            model: a directory in Hugging Face format, or a hub id.
+            model: a directory in Hugging Face format, or a hub id; or a FrozenBase, on which other
+                sessions train adapters of their own.
             lora: keys of `trainer.lora`, to train an adapter; None: train all weights.
             seed: seed of the adapter's first values, and of random weights.
             micro_batch: most tokens that are computed at once; None: as many as suit the device.
-            sampling: arguments of the sampling engine, such as `max_batch_size` and `kv_cache_gib`.
+            sampling: arguments of the sampling engine, such as `max_batch_size` and `kv_cache_gib`;
+                a FrozenBase has its own.
             optim: keys of `trainer.optim` that hold for all steps: `state_dtype`, `offload`.
             model_keys: further keys of section `model`, such as `dtype`, `device`, `random_init`.
 
         Raises ValueError if the model cannot be loaded as configured, or for unknown keys.
         """
-        config = ModelConfig(name=str(model), **model_keys)
         self.lora = LoRAConfig(**lora) if isinstance(lora, Mapping) else lora
+        self.base = model if isinstance(model, FrozenBase) else None
+        if self.base is not None and (self.lora is None or model_keys or sampling):
+            raise ValueError("a session on a FrozenBase needs lora, and takes no keys of the model")
+        if self.base is not None and self.lora is not None and self.lora.base_bits == 8:
+            raise ValueError("lora.base_bits 8: a FrozenBase keeps its dtype; take 16")
         if self.lora is not None and self.lora.modules_to_save:
             raise ValueError(
                 "lora.modules_to_save: a session trains adapters alone, or all weights"
             )
-        loaded = load_configured(config, seed, self.lora)
-        self.name = config.name
-        self.model = loaded.model
+        if isinstance(model, FrozenBase):
+            loaded = model.loaded
+            self.name = model.name
+            self.model = share_base(loaded.model)
+        else:
+            config = ModelConfig(name=str(model), **model_keys)
+            loaded = load_configured(config, seed, self.lora)
+            self.name = config.name
+            self.model = loaded.model
         self.tokenizer = loaded.tokenizer
         self.directory = loaded.directory
         self.device = self.model.embed.weight.device
@@ -109,6 +122,8 @@ class TrainingSession:
         self.steps = 0
         self._sampling = dict(sampling or {})
         self._changes = 0  # of the weights
+        self._prefix = "" if self.base is None else f"{self.base.count_session()}/"
+        self._placed = -1  # change of the weights that the live adapter has
         self._live: SnapshotSampler | None = None  # of `sample`
         self._newest: SnapshotSampler | None = None
 
@@ -249,7 +264,7 @@ class TrainingSession:
         holds a copy of all weights.
         """
         if self._newest is None:
-            name = f"snapshot-{self._changes}" if self.lora is not None else None
+            name = f"{self._prefix}snapshot-{self._changes}" if self.lora is not None else None
             if name is None:
                 engine = Engine(copy.deepcopy(self.model).requires_grad_(False), **self._sampling)
             else:
@@ -272,19 +287,25 @@ class TrainingSession:
         """Return the sampler that follows the weights."""
         has_adapter = self.lora is not None
         if self._live is None:
-            engine = Engine(
-                share_base(self.model) if has_adapter else self.model, **self._sampling, version=-1
-            )
-            self._live = SnapshotSampler(
-                engine, LIVE if has_adapter else None, self.tokenizer.stop_ids, self.steps
-            )
-        engine = self._live.engine
-        if engine.version != self._changes:
-            if has_adapter:
-                engine.place_adapter(LIVE, copy_adapter(self.model))
-            engine.set_version(self._changes)
-            self._live.version = self.steps
-        return self._live
+            name = f"{self._prefix}{LIVE}" if has_adapter else None
+            stops = self.tokenizer.stop_ids
+            self._live = SnapshotSampler(self._start_engine(), name, stops, self.steps)
+        live = self._live
+        if self._placed != self._changes:
+            if live.adapter is not None:
+                live.engine.place_adapter(live.adapter, copy_adapter(self.model))
+            else:
+                live.engine.set_version(self._changes)
+            self._placed = self._changes
+            live.version = self.steps
+        return live
+
+    def _start_engine(self) -> Engine:
+        """Return the engine that samples: the base's, or a new one."""
+        if self.base is not None:
+            return self.base.engine
+        model = self.model if self.lora is None else share_base(self.model)
+        return Engine(model, **self._sampling, version=-1)
 
     def _note_change(self) -> None:
         self._changes += 1
