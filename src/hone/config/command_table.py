@@ -37,6 +37,11 @@ COMMANDS = {  # name: (configuration, what runs it, summary)
         "hone.inference.serve:serve_model",
         "Serve a model behind the OpenAI chat API.",
     ),
+    "tinker": (
+        "hone.config.tinker_config:TinkerConfig",
+        "hone.tinker.serve_tinker:serve_tinker",
+        "Serve Tinker's API: clients train adapters and sample here (`hone tinker`).",
+    ),
     "export": (
         "hone.config.export_config:ExportConfig",
         "hone.trainer.export:export_model",

@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import ipaddress
 import socket
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request, Response
@@ -50,7 +51,9 @@ def build_app(served: Served, api_key: str | None = None, client_key: str | None
         title="hone inference", docs_url=None, redoc_url=None, openapi_url="/openapi.json"
     )
 
-    app.add_middleware(Limit, served=served)
+    app.add_middleware(
+        RequestLimit, most_bytes=lambda: max(BODY, BODY_A_TOKEN * served.sampler.max_context)
+    )
     if api_key is not None:  # checked first, before a body is read
         app.add_middleware(KeyGuard, api_key=api_key, client_key=client_key)
     else:
@@ -143,8 +146,8 @@ class PageGuard:
     A web page can make a browser on this machine send requests to the server. It can also read the
     answers if the page's own domain resolves to 127.0.0.1 (DNS rebinding). So on loopback the Host
     header must be an IP address, localhost or the machine's name. On every address, a request other
-    than GET must not come from a page of another machine, and its body must be declared as JSON,
-    which a page cannot do without a preflight request.
+    than GET must not come from a page of another machine, and its body must be declared as JSON or
+    protobuf, which a page cannot do without a preflight request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -174,7 +177,7 @@ class PageGuard:
         kind = headers.get(b"content-type", "").partition(";")[0]
         length = headers.get(b"content-length", "0")
         has_body = length != "0" or b"transfer-encoding" in headers
-        if has_body and "json" not in kind:
+        if has_body and not any(one in kind for one in ("json", "protobuf")):
             return "the body is JSON: send the header Content-Type: application/json"
         return ""
 
@@ -205,23 +208,23 @@ def is_address(host: str) -> bool:
     return True
 
 
-class Limit:
+class RequestLimit:
     """Middleware that limits body size, open requests, and the time a client may stay idle.
 
-    It answers 413 for a body larger than any valid request, 429 beyond MAX_OPEN_RESPONSES open requests, and 408
+    It answers 413 for a body of more than `most_bytes()`, 429 beyond MAX_OPEN_RESPONSES open requests, and 408
     if nothing of a body arrives for STALLED_CLIENT_SECONDS seconds. It disconnects clients that read nothing for
     STALLED_CLIENT_SECONDS seconds.
     """
 
-    def __init__(self, app: ASGIApp, served: Served) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: Callable[[], int]) -> None:
         self.app = app
-        self.served = served
+        self.most_bytes = most_bytes
         self.open = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == "/health":
             return await self.app(scope, receive, send)
-        most = max(BODY, BODY_A_TOKEN * self.served.sampler.max_context)
+        most = self.most_bytes()
         words = f"the body is over {most} bytes, more than a request can use"
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and int(told) > most:

@@ -6,7 +6,6 @@ config ─► backend (backends.py, engine_process.py), which loads the model �
 import contextlib
 import logging
 import os
-import signal
 import time
 
 from hone import STARTED
@@ -37,10 +36,9 @@ def serve_model(config: InferenceConfig) -> None:
     starting = contextlib.ExitStack()  # closed explicitly once the socket listens
     starting.enter_context(announce_start(sock.getsockname()[1]))
     with starting, backend(config) as opened:
-        import uvicorn  # imported while an engine process loads the model
-
-        from hone.http_limits import bounded_config
+        # Imported while an engine process loads the model.
         from hone.inference.app import build_app
+        from hone.inference.http_server import build_server, format_url
 
         app = build_app(
             opened.wait(), api_key, config.client_key or os.environ.get(CLIENT_KEY_VARIABLE) or None
@@ -48,7 +46,7 @@ def serve_model(config: InferenceConfig) -> None:
         # Connections are accepted from now on, and answered once the event loop runs.
         sock.listen(2048)
         starting.close()
-        url = f"http://{'localhost' if host in ('127.0.0.1', '0.0.0.0') else host}:{sock.getsockname()[1]}/v1"
+        url = f"{format_url(host, sock.getsockname()[1])}/v1"
         write_report(url=url)
         log.info(
             "Serving %s at %s (ready after %.1f s)",
@@ -56,23 +54,4 @@ def serve_model(config: InferenceConfig) -> None:
             url,
             time.perf_counter() - STARTED,
         )
-        # No proxy headers: the connection decides who may control the server. Open requests get
-        # some seconds to end.
-        settings = bounded_config(
-            app,
-            log_level="warning",
-            access_log=False,
-            proxy_headers=False,
-            lifespan="off",
-            timeout_graceful_shutdown=3,
-        )
-        server = uvicorn.Server(settings)
-
-        def request_stop(*_: object) -> None:
-            server.force_exit = server.should_exit  # the second signal exits at once
-            server.should_exit = True
-
-        # uvicorn sets handlers on the main thread only, which may be the compute thread.
-        signal.signal(signal.SIGTERM, request_stop)
-        signal.signal(signal.SIGINT, request_stop)
-        opened.run(server.serve(sockets=[sock]))
+        opened.run(build_server(app).serve(sockets=[sock]))

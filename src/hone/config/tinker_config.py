@@ -1,0 +1,26 @@
+"""Configuration of `hone tinker`."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from hone.config.sections import DEFAULT_MODEL, EngineConfig, ModelConfig, Positive, ServerConfig
+
+
+class TinkerConfig(EngineConfig):
+    model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
+    served_names: list[str] = Field(default=[])
+    """Further names by which clients may ask for the model, such as Qwen/Qwen3-8B for a directory."""
+    directory: Path = Path("outputs/tinker")
+    """Directory of the checkpoints that clients save, which outlive the server."""
+    sampling_adapters: Positive = 4
+    """Snapshots that sample at the same time; each costs every decoding step a little, and others wait."""
+    server: ServerConfig = ServerConfig()
+    api_key: str | None = None
+    """Secret of the clients, which send it with tml- before it: TINKER_API_KEY=tml-SECRET. Also read from the
+    environment variable HONE_API_KEY, or from the file that HONE_API_KEY_FILE names."""
+    seed: int = 0
+    """Seed of the random weights of model.random_init."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least important kind of message that is printed and logged."""
