@@ -1,0 +1,197 @@
+"""Parts of the Tinker server: order of calls, promises, checkpoints, slots, tensors."""
+
+import asyncio
+import random
+import time
+
+import numpy as np
+import pytest
+
+from hone.tinker.call_order import CallOrder
+from hone.tinker.checkpoints import Checkpoint, CheckpointStore
+from hone.tinker.messages import decode_tensor, message_class
+from hone.tinker.promises import Gone, Promises, Result
+from hone.tinker.request_bodies import SamplingSettings
+from hone.tinker.sampler_slots import SamplerSlots
+
+
+def test_calls_start_in_the_order_of_their_numbers():
+    async def arrive(numbers):
+        order, started = CallOrder(), []
+        for number in numbers:
+            if order.find_request(number) is None:
+                order.add_call(number, str(number), lambda n=number: started.append(n), print)
+        return started
+
+    draw = random.Random(0)
+    for _ in range(50):
+        numbers = list(range(1, 9)) * 2
+        draw.shuffle(numbers)
+        assert asyncio.run(arrive(numbers)) == list(range(1, 9))
+
+
+def test_calls_behind_a_missing_one_fail_and_later_ones_start():
+    async def arrive():
+        order, started, failed = CallOrder(gap_seconds=0.05), [], []
+        for number in (1, 3, 4):
+            order.add_call(number, "", lambda n=number: started.append(n), failed.append)
+        assert started == [1] and not failed
+        await asyncio.sleep(0.2)
+        assert len(failed) == 2 and all("call 2" in one for one in failed)
+        order.add_call(5, "", lambda: started.append(5), failed.append)
+        order.add_call(2, "", lambda: started.append(2), failed.append)  # late, not lost
+        assert started == [1, 5, 2]
+
+    asyncio.run(arrive())
+
+
+def test_a_promise_is_kept_or_says_whose_fault_it_is():
+    async def wait():
+        promises = Promises()
+
+        async def work(error=None):
+            await asyncio.sleep(0.01)
+            if error is not None:
+                raise error
+            return Result(b"done")
+
+        async def result_of(*error):
+            request_id = promises.open_promise()
+            promises.keep_promise(request_id, work(*error))
+            assert await promises.wait_for(request_id, 0.0) is None
+            return await promises.wait_for(request_id, 5.0)
+
+        assert (await result_of()).body == b"done"
+        for error, category in ((ValueError("x"), b"user"), (RuntimeError("x"), b"server")):
+            assert category in (await result_of(error)).body
+        assert promises.pending_count == 0
+        with pytest.raises(KeyError):
+            await promises.wait_for(promises.open_promise() + "0", 0.0)
+        with pytest.raises(Gone):
+            await promises.wait_for(Promises().open_promise(), 0.0)
+
+    asyncio.run(wait())
+
+
+def make_checkpoint(name="one", **keys):
+    return Checkpoint("a:train:0", "weights", name, "m", {"rank": 1}, time.monotonic(), **keys)
+
+
+def test_checkpoints_are_found_by_path_alone(tmp_path):
+    store = CheckpointStore(tmp_path / "saved")
+    (tmp_path / "secret").mkdir()
+
+    def write(place):
+        (place / "file").write_text("x")
+
+    store.write_checkpoint(make_checkpoint(), write)
+    found, place = store.find("tinker://a:train:0/weights/one")
+    assert found.name == "one" and (place / "file").read_text() == "x"
+    wrong = [
+        "one",
+        "tinker://a:train:0/weights",
+        "tinker://a:train:0/other/one",
+        "tinker://../../x",
+    ]
+    wrong += [
+        "tinker://a:train:0/weights/..",
+        "tinker://a:train:0/weights/two",
+        "tinker://../weights/s",
+    ]
+    for path in wrong:
+        with pytest.raises(KeyError):
+            store.find(path)
+    for name in ("..", "a/b", "", ".hidden", "a" * 300):
+        with pytest.raises(ValueError, match="path"):
+            store.write_checkpoint(make_checkpoint(name), write)
+    with pytest.raises(ValueError, match="exists"):
+        store.write_checkpoint(make_checkpoint(), write)
+    assert store.list_checkpoints("..") == [] and len(store.list_checkpoints()) == 1
+
+
+def test_what_has_expired_or_was_not_finished_is_not_there(tmp_path):
+    store = CheckpointStore(tmp_path)
+
+    def fail(place):
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        store.write_checkpoint(make_checkpoint("broken"), fail)
+    store.write_checkpoint(make_checkpoint("old", expires=1.0), lambda place: None)
+    store.write_checkpoint(make_checkpoint("new"), lambda place: None)
+    assert [one.name for one in store.list_checkpoints()] == ["new"]
+    store.delete_expired()
+    assert [place.name for place in tmp_path.glob("*/weights/*")] == ["new"]
+
+
+def test_snapshots_wait_for_a_free_slot():
+    """Each request finds its own snapshot in its slot, with more snapshots than slots."""
+
+    class Engine:
+        def __init__(self):
+            self.placed = {}
+
+        def place_adapter(self, name, adapter):
+            self.placed[name] = adapter
+
+    class Service:
+        engine = Engine()
+
+        async def run_on_engine(self, function):
+            await asyncio.sleep(0.001)
+            return function()
+
+    async def run():
+        service = Service()
+        slots = SamplerSlots(service, 2)
+        draw = random.Random(1)
+        most = [0]
+        at_once = [0]
+
+        async def use(key):
+            async with slots.use_snapshot(key, lambda: key) as name:
+                at_once[0] += 1
+                most[0] = max(most[0], at_once[0])
+                for _ in range(3):
+                    assert service.engine.placed[name] == key
+                    await asyncio.sleep(0.001)
+                at_once[0] -= 1
+
+        await asyncio.gather(*(use(f"s{draw.randrange(5)}") for _ in range(60)))
+        assert len(service.engine.placed) == 2 and most[0] > 2
+
+        def refuse():
+            raise ValueError("no such adapter")
+
+        with pytest.raises(ValueError, match="no such adapter"):
+            async with slots.use_snapshot("bad", refuse):
+                pass
+        await asyncio.wait_for(asyncio.gather(*(use(f"s{i}") for i in range(4))), 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_compressed_tensors_are_those_of_numpy(seed):
+    draw = np.random.default_rng(seed)
+    dense = draw.integers(0, 3, (4, 5)).astype(np.float32)
+    message = message_class("Tensor")()
+    message.dtype = 1
+    message.shape.extend(dense.shape)
+    rows, columns = dense.nonzero()
+    message.sparse_csr.values = dense[rows, columns].tobytes()
+    ends = np.searchsorted(rows, np.arange(5))
+    message.sparse_csr.crow_indices = ends.astype(np.int64).tobytes()
+    message.sparse_csr.col_indices = columns.astype(np.int64).tobytes()
+    assert np.array_equal(decode_tensor(message, "x"), dense)
+    message.sparse_csr.col_indices = (columns + 9).astype(np.int64).tobytes()
+    with pytest.raises(ValueError, match="x: not a tensor"):
+        decode_tensor(message, "x")
+
+
+def test_stops_are_the_model_s_or_none_or_as_given():
+    assert SamplingSettings().split_stops([1]) == ([1], [])
+    assert SamplingSettings(stop=[]).split_stops([1]) == ([], [])
+    assert SamplingSettings(stop=[4]).split_stops([1]) == ([4], [])
+    assert SamplingSettings(stop="end").split_stops([1]) == ([], ["end"])
+    assert SamplingSettings(stop=["a", "b"]).split_stops([1]) == ([], ["a", "b"])
