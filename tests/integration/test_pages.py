@@ -28,6 +28,7 @@ TRIED = {
     "session.md": "here",
     "services.md": "test_seed_commands.py, test_nodes.py",
     "slurm.md": "test_slurm.py",
+    "tinker.md": "here",
     "training.md": "here",
     "tutorial.md": "test_tutorial.py",
 }
@@ -230,3 +231,23 @@ def test_the_training_page(tmp_path):
     assert (tmp_path / "outputs/weights/step_2").exists() and list(
         (tmp_path / "outputs/wandb").glob("offline-run-*")
     )
+
+
+def test_the_tinker_page(place, port_8000, started, monkeypatch, capsys):
+    """The server as the page starts it, and the page's client."""
+    (place / "MODEL").symlink_to(MODEL)
+    (line,) = commands_of("tinker.md")
+    words = line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:]
+    started(BIN / words[0], *words[1:], cwd=place)
+    until(lambda: answers("http://localhost:8000/health"))
+    page = (ROOT / "docs" / "tinker.md").read_text()
+    exports = re.search(r"^export (TINKER_BASE_URL.*)", page, re.MULTILINE).group(1)
+    for pair in exports.split():
+        monkeypatch.setenv(*pair.split("="))
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.chdir(place)
+    (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    exec(compile(program, "tinker.md", "exec"), {})
+    *losses, sampled = capsys.readouterr().out.splitlines()
+    assert len(losses) == 5 and float(losses[-1]) < float(losses[0])
+    assert len(json.loads(sampled)) <= 8

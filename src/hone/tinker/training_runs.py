@@ -4,12 +4,13 @@ event loop: sessions, order of calls, promises      compute thread: passes, step
 """
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from hone.engine.engine import Engine
 from hone.inference.engine_service import EngineService
@@ -42,7 +43,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 STATE_FOLDER = "state"
 EPHEMERAL = "ephemeral-"  # names of snapshots that were saved without one
 SESSION_SECONDS = 3600.0  # without a heartbeat, until a session's models are dropped
-T = TypeVar("T")
+log = logging.getLogger("hone.tinker")
 
 
 @dataclass
@@ -212,6 +213,10 @@ class TrainingRuns:
         targets = [
             name for name in names if (asked.train_attn if name in ATTENTION else asked.train_mlp)
         ]
+        if asked.train_unembed:
+            log.warning(
+                "train_unembed: the unembedding has no adapter here; the others are trained"
+            )
         if not targets:
             raise ValueError("lora_config: train_attn and train_mlp are both off")
         return {"rank": asked.rank, "alpha": LORA_ALPHA, "targets": targets}
