@@ -16,6 +16,8 @@ class TinkerConfig(EngineConfig):
     """Directory of the checkpoints that clients save, which outlive the server."""
     sampling_adapters: Positive = 4
     """Snapshots that sample at the same time; each costs every decoding step a little, and others wait."""
+    training_adapters: Positive = 8
+    """Models in training, of rank 32, that memory of a GPU is kept for; more, or larger ones, may not find any."""
     server: ServerConfig = ServerConfig()
     api_key: str | None = None
     """Secret of the clients, which send it with tml- before it: TINKER_API_KEY=tml-SECRET. Also read from the

@@ -4,7 +4,8 @@ import logging
 import time
 
 from hone import STARTED
-from hone.config.sections import LOOPBACK, own_key
+from hone.config.lora_config import LoRAConfig
+from hone.config.sections import LOOPBACK, OptimConfig, own_key
 from hone.config.tinker_config import TinkerConfig
 from hone.engine.cache_budget import plan_cache
 from hone.engine.engine import Engine
@@ -12,6 +13,8 @@ from hone.inference.engine_service import EngineService
 from hone.inference.event_loop import run_event_loop
 from hone.inference.http_server import build_server, format_url
 from hone.inference.socket_binding import bind_socket
+from hone.models.device_memory import total_bytes
+from hone.models.language_model import LanguageModel
 from hone.models.lora import share_base
 from hone.process_report import write_report
 from hone.session.frozen_base import FrozenBase
@@ -19,8 +22,22 @@ from hone.tinker.checkpoints import CheckpointStore
 from hone.tinker.messages import message_class
 from hone.tinker.routes import KEY_PREFIX, build_app
 from hone.tinker.training_runs import TrainingRuns
+from hone.trainer.memory_estimate import adapter_size, estimate_step, micro_batch_tokens
 
+ASSUMED_RANK = 32  # of adapters, where memory is kept for them
 log = logging.getLogger("hone.tinker")
+
+
+def estimate_training_bytes(model: LanguageModel, adapters: int) -> int:
+    """Return the bytes that a number of models in training need beside the frozen base."""
+    weight = model.embed.weight
+    itemsize, optim = weight.dtype.itemsize, OptimConfig()
+    tokens = micro_batch_tokens(model.spec, itemsize, False, total_bytes(weight.device))
+    lora = LoRAConfig(rank=ASSUMED_RANK)
+    step = estimate_step(model.spec, lora, optim, tokens, itemsize, is_split=True)
+    trained = itemsize * adapter_size(model.spec, lora)
+    kept = trained + step.masters + step.moments + step.sums
+    return adapters * kept + step.step_bytes
 
 
 def serve_tinker(config: TinkerConfig) -> None:
@@ -41,7 +58,8 @@ def serve_tinker(config: TinkerConfig) -> None:
     keys = config.model.model_dump(exclude_unset=True, exclude={"name"})
     base = FrozenBase(config.model.name, seed=config.seed, **keys)
     model = share_base(base.loaded.model)
-    sizes = plan_cache(config, model, config.max_model_len)
+    reserved = estimate_training_bytes(model, config.training_adapters)
+    sizes = plan_cache(config, model, config.max_model_len, reserved)
     base.engine = Engine(model, max_model_len=config.max_model_len, **sizes)
     service = EngineService(base.engine)
     names = list(dict.fromkeys([config.model.name, *config.served_names]))
