@@ -261,8 +261,18 @@ def test_a_saved_state_continues_to_the_bit(client, tinker_server):
     assert any(name.endswith("q_proj.lora_A.weight") for name in tensors)
 
 
-def test_snapshots_stay_and_score_as_the_trainer_does(client, tinker_server):
+@pytest.mark.parametrize("merge", [True, False])
+def test_snapshots_stay_and_score_as_the_trainer_does(directory, tinker_server, merge):
     """More snapshots than the engine holds at a time sample at once."""
+    server = tinker_server if merge else Server(directory, "--no-merge", "--sampling-adapters", 3)
+    try:
+        check_snapshots(server.connect(), server)
+    finally:
+        if not merge:
+            server.close()
+
+
+def check_snapshots(client, tinker_server):
     draw = np.random.default_rng(4)
     data = draw_data(draw, 2)
     training = create(client, tinker_server)
@@ -282,6 +292,14 @@ def test_snapshots_stay_and_score_as_the_trainer_does(client, tinker_server):
             found = one.result()
             assert found[0] is None
             np.testing.assert_allclose(found[1:], row, atol=1e-4)
+    promised = [
+        one.sample(prompt, 2, types.SamplingParams(max_tokens=4, stop=[])) for one in samplers
+    ]
+    for one, sampler in zip(promised, samplers, strict=True):
+        for sequence in one.result().sequences:
+            whole = types.ModelInput.from_ints(ids + sequence.tokens)
+            scores = sampler.compute_logprobs(whole).result()[len(ids) :]
+            np.testing.assert_allclose(sequence.logprobs, scores, atol=1e-4)
 
 
 def test_samples_are_as_asked(client, tinker_server):

@@ -7,12 +7,13 @@ import time
 import numpy as np
 import pytest
 
+from hone.tinker import snapshot_samplers
 from hone.tinker.call_order import CallOrder
 from hone.tinker.checkpoints import Checkpoint, CheckpointStore
 from hone.tinker.messages import decode_tensor, message_class
 from hone.tinker.promises import Gone, Promises, Result
 from hone.tinker.request_bodies import SamplingSettings
-from hone.tinker.sampler_slots import SamplerSlots
+from hone.tinker.snapshot_samplers import MergedTurns, SamplerSlots
 
 
 def test_calls_start_in_the_order_of_their_numbers():
@@ -124,49 +125,98 @@ def test_what_has_expired_or_was_not_finished_is_not_there(tmp_path):
     assert [place.name for place in tmp_path.glob("*/weights/*")] == ["new"]
 
 
-def test_snapshots_wait_for_a_free_slot():
-    """Each request finds its own snapshot in its slot, with more snapshots than slots."""
+class Engine:
+    """Adapters by name, and the one that is merged into the weights."""
 
-    class Engine:
-        def __init__(self):
-            self.placed = {}
+    def __init__(self):
+        self.placed, self.merged, self.version = {}, None, 0
 
-        def place_adapter(self, name, adapter):
-            self.placed[name] = adapter
+    def place_adapter(self, name, adapter):
+        self.placed[name] = adapter
 
-    class Service:
-        engine = Engine()
+    def merge_adapter(self, adapter):
+        self.merged = adapter
 
-        async def run_on_engine(self, function):
-            await asyncio.sleep(0.001)
-            return function()
+    def set_version(self, version):
+        self.version = version
+
+
+class Service:
+    def __init__(self):
+        self.engine = Engine()
+
+    async def run_on_engine(self, function):
+        await asyncio.sleep(0.001)
+        return function()
+
+
+@pytest.mark.parametrize("kind", ["slots", "turns"])
+def test_each_request_finds_its_snapshot(kind):
+    """With more snapshots than slots, of which many are asked for at once."""
 
     async def run():
         service = Service()
-        slots = SamplerSlots(service, 2)
+        engine = service.engine
+        samplers = SamplerSlots(service, 2) if kind == "slots" else MergedTurns(service, engine)
         draw = random.Random(1)
-        most = [0]
-        at_once = [0]
+        at_once, most = [0], [0]
 
         async def use(key):
-            async with slots.use_snapshot(key, lambda: key) as name:
+            await asyncio.sleep(draw.random() / 50)
+            async with samplers.use_snapshot(key, lambda: key) as name:
                 at_once[0] += 1
                 most[0] = max(most[0], at_once[0])
                 for _ in range(3):
-                    assert service.engine.placed[name] == key
+                    found = engine.merged if kind == "turns" else engine.placed.get(name)
+                    assert found == key
                     await asyncio.sleep(0.001)
                 at_once[0] -= 1
 
-        await asyncio.gather(*(use(f"s{draw.randrange(5)}") for _ in range(60)))
-        assert len(service.engine.placed) == 2 and most[0] > 2
+        keys = [None, *(f"s{i}" for i in range(5))]
+        await asyncio.wait_for(asyncio.gather(*(use(draw.choice(keys)) for _ in range(100))), 20)
+        assert len(engine.placed) == (2 if kind == "slots" else 0) and most[0] > 2
 
         def refuse():
             raise ValueError("no such adapter")
 
         with pytest.raises(ValueError, match="no such adapter"):
-            async with slots.use_snapshot("bad", refuse):
+            async with samplers.use_snapshot("bad", refuse):
                 pass
-        await asyncio.wait_for(asyncio.gather(*(use(f"s{i}") for i in range(4))), 5)
+        await asyncio.wait_for(asyncio.gather(*(use(key) for key in keys)), 5)
+        await samplers.replace_adapter("s1", "newer")
+        async with samplers.use_snapshot("s1", refuse) as name:
+            found = engine.merged if kind == "turns" else engine.placed[name]
+            assert found == "newer"
+
+    asyncio.run(run())
+
+
+def test_a_busy_snapshot_lets_others_have_their_turn(monkeypatch):
+    monkeypatch.setattr(snapshot_samplers, "TURN_SECONDS", 0.02)
+
+    async def run():
+        service = Service()
+        samplers = MergedTurns(service, service.engine)
+        order = []
+
+        async def use(key, seconds):
+            async with samplers.use_snapshot(key, lambda: key):
+                order.append(key)
+                await asyncio.sleep(seconds)
+
+        async def keep_busy():
+            pending = []
+            for _ in range(30):
+                pending.append(asyncio.ensure_future(use("busy", 0.02)))
+                await asyncio.sleep(0.005)
+            await asyncio.gather(*pending)
+
+        busy = asyncio.ensure_future(keep_busy())
+        await asyncio.sleep(0.01)
+        await use("other", 0.0)
+        assert order.count("busy") < 20
+        await busy
+        assert order.count("busy") == 30
 
     asyncio.run(run())
 

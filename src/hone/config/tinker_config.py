@@ -14,8 +14,11 @@ class TinkerConfig(EngineConfig):
     """Further names by which clients may ask for the model, such as Qwen/Qwen3-8B for a directory."""
     directory: Path = Path("outputs/tinker")
     """Directory of the checkpoints that clients save, which outlive the server."""
+    merge: bool = True
+    """Merge the snapshot that samples into a copy of the weights, which is fastest; snapshots take turns. False: no
+    copy, and several snapshots sample together, each as an adapter that every decoding step pays for."""
     sampling_adapters: Positive = 4
-    """Snapshots that sample at the same time; each costs every decoding step a little, and others wait."""
+    """With merge false: snapshots that sample at the same time; others wait."""
     training_adapters: Positive = 8
     """Models in training, of rank 32, that memory of a GPU is kept for; more, or larger ones, may not find any."""
     server: ServerConfig = ServerConfig()

@@ -102,11 +102,11 @@ class LoRA(nn.Module):
         merged = weight_OI.to(torch.float32, copy=True)
         rows = dict(zip(self.heights, merged.split(list(self.heights.values())), strict=True))
         for name, a, b in self.named_pairs(whole):
-            _add_product(rows[name], a, b, self.config.scale, dtype)
+            add_product(rows[name], a, b, self.config.scale, dtype)
         return merged.to(dtype)
 
 
-def _add_product(
+def add_product(
     weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype
 ) -> None:
     """Add scale * B A to an fp32 weight of one HF linear in place, rounded to numbers of `dtype`."""
@@ -137,7 +137,7 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
             weight.copy_(saved)
         if a is not None and b is not None:
             merged = weight.to(torch.float32, copy=True)
-            _add_product(merged, a, b, scale, weight.dtype)
+            add_product(merged, a, b, scale, weight.dtype)
             weight.copy_(merged)
     surplus = sorted({name.removeprefix("base_model.model.") for name in tensors} - used)
     if surplus:
@@ -153,9 +153,7 @@ def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
     if the configured layers or the weights in `start_from` do not fit the model.
     """
     table = hf_names(model.spec)
-    kinds = [
-        theirs.rsplit(".", 2)[-2] for _, name in _list_linears(model) for theirs in table[name]
-    ]
+    kinds = [theirs.rsplit(".", 2)[-2] for _, name in list_linears(model) for theirs in table[name]]
     possible = list(dict.fromkeys(kinds))
     impossible = sorted(set(config.targets or []) - set(possible))
     if impossible:
@@ -173,7 +171,7 @@ def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
         modules = {theirs.rsplit(".", 2)[-2] for theirs in table[name]}
         parameter.requires_grad_(bool(modules & set(config.modules_to_save)))
     generator = torch.Generator().manual_seed(seed)
-    for linear, name in _list_linears(model):
+    for linear, name in list_linears(model):
         heights = [len(part) for part in split_rows(model.spec, name, linear.weight)]
         theirs = [hf.removesuffix(".weight") for hf in table[name]]
         lora = LoRA(linear, theirs, heights, config)
@@ -323,7 +321,7 @@ def _index_of(name: str, names: list[str]) -> int:
     return names.index(name) if name in names else -1
 
 
-def _list_linears(model: LanguageModel) -> list[tuple[Linear, str]]:
+def list_linears(model: LanguageModel) -> list[tuple[Linear, str]]:
     """Return the linears that may have an adapter, with the names of their weights."""
     table = hf_names(model.spec)
     return [

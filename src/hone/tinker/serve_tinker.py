@@ -16,11 +16,13 @@ from hone.inference.socket_binding import bind_socket
 from hone.models.device_memory import total_bytes
 from hone.models.language_model import LanguageModel
 from hone.models.lora import share_base
+from hone.models.merged_weights import MergedWeights
 from hone.process_report import write_report
 from hone.session.frozen_base import FrozenBase
 from hone.tinker.checkpoints import CheckpointStore
 from hone.tinker.messages import message_class
 from hone.tinker.routes import KEY_PREFIX, build_app
+from hone.tinker.snapshot_samplers import MergedTurns, SamplerSlots, SnapshotSamplers
 from hone.tinker.training_runs import TrainingRuns
 from hone.trainer.memory_estimate import adapter_size, estimate_step, micro_batch_tokens
 
@@ -57,14 +59,18 @@ def serve_tinker(config: TinkerConfig) -> None:
     store.delete_expired()
     keys = config.model.model_dump(exclude_unset=True, exclude={"name"})
     base = FrozenBase(config.model.name, seed=config.seed, **keys)
-    model = share_base(base.loaded.model)
+    merged = MergedWeights(base.loaded.model) if config.merge else None
+    model = share_base(base.loaded.model) if merged is None else merged.model
     reserved = estimate_training_bytes(model, config.training_adapters)
     sizes = plan_cache(config, model, config.max_model_len, reserved)
     base.engine = Engine(model, max_model_len=config.max_model_len, **sizes)
     service = EngineService(base.engine)
     names = list(dict.fromkeys([config.model.name, *config.served_names]))
 
-    runs = TrainingRuns(base, service, store, names, config.sampling_adapters)
+    snapshots: SnapshotSamplers = SamplerSlots(service, config.sampling_adapters)
+    if merged is not None:
+        snapshots = MergedTurns(service, merged)
+    runs = TrainingRuns(base, service, store, names, snapshots)
     server = build_server(build_app(runs, api_key))
     sock.listen(2048)
     url = format_url(host, sock.getsockname()[1])

@@ -35,7 +35,7 @@ from hone.tinker.request_bodies import (
     SaveForSampler,
     SaveWeights,
 )
-from hone.tinker.sampler_slots import SamplerSlots
+from hone.tinker.snapshot_samplers import SnapshotSamplers
 
 LORA_ALPHA = 32.0  # that of the hosted service: the best learning rate does not depend on the rank
 MOST_RANK = 512
@@ -108,14 +108,14 @@ class TrainingRuns:
         service: EngineService,
         store: CheckpointStore,
         names: list[str],
-        slots: int,
+        snapshots: SnapshotSamplers,
     ) -> None:
         self.base = base
         self.service = service
         self.store = store
         self.names = names
         self.promises = Promises()
-        self.slots = SamplerSlots(service, slots)
+        self.snapshots = snapshots
         self.sessions: dict[str, ClientSession] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.samplers: dict[str, SamplerTarget] = {}
@@ -349,9 +349,9 @@ class TrainingRuns:
 
             found, adapter = await self.service.run_on_engine(write_snapshot)
             if body.kind == "inflight":
-                await self.slots.replace_adapter(found.path, adapter)
+                await self.snapshots.replace_adapter(found.path, adapter)
             else:
-                self.slots.keep_adapter(found.path, adapter)
+                self.snapshots.keep_adapter(found.path, adapter)
             if body.sampling_session_seq_id is None:
                 return Result.from_json({"path": found.path, "type": "save_weights_for_sampler"})
             sampler_id = self._add_sampler(session_id, body.sampling_session_seq_id, found.path)
@@ -428,11 +428,12 @@ class TrainingRuns:
     async def _sample_result(self, target: SamplerTarget, body: Sample) -> Result:
         body.check_supported()
         prompt = body.prompt_ids()
-        if target.key is None:
-            return await self._sample_with(None, prompt, body)
-        directory = target.directory
-        assert directory is not None
-        async with self.slots.use_snapshot(target.key, lambda: read_adapter(directory)) as adapter:
+
+        def load() -> Adapter:
+            assert target.directory is not None
+            return read_adapter(target.directory)
+
+        async with self.snapshots.use_snapshot(target.key, load) as adapter:
             return await self._sample_with(adapter, prompt, body)
 
     async def _sample_with(self, adapter: str | None, prompt: list[int], body: Sample) -> Result:
@@ -443,7 +444,8 @@ class TrainingRuns:
             seed=secrets.randbits(31) if asked.seed is None else asked.seed,
             top_p=asked.top_p,
             top_k=max(0, asked.top_k),
-            raw_logprobs=True,
+            # Else they are at temperature 1 anyway, and cost less.
+            raw_logprobs=asked.temperature not in (0.0, 1.0),
             top_logprobs=body.topk_sample_logprobs,
         )
         stop_ids, texts = asked.split_stops(self.base.loaded.tokenizer.stop_ids)
