@@ -66,7 +66,7 @@ def train_base(directory: Path, max_steps: int) -> float:
         pairs = [encode_sum(*draw.integers(0, 101, 2)) for _ in range(256)]
         session.forward_backward([hone.Datum.from_completion(*pair) for pair in pairs])
         session.optim_step(hone.AdamParams(lr=3e-3 * min(1.0, step / 50)))
-        if step % 50 == 0:
+        if step % 20 == 0:
             pairs = [encode_sum(*draw.integers(0, 101, 2)) for _ in range(400)]
             prompts = [prompt for prompt, _ in pairs]
             found = session.sample(prompts, max_tokens=6, stop_ids=[])
