@@ -46,7 +46,7 @@ def test_calls_behind_a_missing_one_fail_and_later_ones_start():
     asyncio.run(arrive())
 
 
-def test_a_promise_is_kept_or_says_whose_fault_it_is():
+def test_a_promise_is_kept_or_says_whose_fault_it_is(monkeypatch):
     async def wait():
         promises = Promises()
 
@@ -66,6 +66,14 @@ def test_a_promise_is_kept_or_says_whose_fault_it_is():
         for error, category in ((ValueError("x"), b"user"), (RuntimeError("x"), b"server")):
             assert category in (await result_of(error)).body
         assert promises.pending_count == 0
+        (request_id,) = [one for one in promises._promises][:1]
+        assert await promises.wait_for(request_id, 0.0)  # again, where the answer was lost
+        monkeypatch.setattr("hone.tinker.promises.KEPT_SECONDS", -1.0)
+        await promises.wait_for(request_id, 0.0)
+        promises._sent.rotate(1)
+        promises.open_promise()
+        with pytest.raises(KeyError):
+            await promises.wait_for(request_id, 0.0)
         with pytest.raises(KeyError):
             await promises.wait_for(promises.open_promise() + "0", 0.0)
         with pytest.raises(Gone):

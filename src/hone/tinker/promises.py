@@ -8,8 +8,9 @@ import itertools
 import json
 import secrets
 import time
+from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 KEPT_SECONDS = 300.0  # a result after it was sent, since the answer may be lost
@@ -38,12 +39,6 @@ class Result:
         return cls.from_json({"error": message, "category": category})
 
 
-@dataclass
-class _Promise:
-    result: "asyncio.Future[Result]"
-    forgotten_at: float = field(default_factory=lambda: time.monotonic() + UNCLAIMED_SECONDS)
-
-
 class Promises:
     """Promised results by request id. All methods run on one event loop."""
 
@@ -51,18 +46,21 @@ class Promises:
         # Ids of another process are told from unknown ones.
         self._mark = secrets.token_hex(4)
         self._numbers = itertools.count()
-        self._promises: dict[str, _Promise] = {}
+        self._promises: dict[str, asyncio.Future[Result]] = {}
+        # When results are forgotten: those that were sent, and the others.
+        self._sent: deque[tuple[float, str]] = deque()
+        self._unclaimed: deque[tuple[float, str]] = deque()
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def pending_count(self) -> int:
-        return sum(not one.result.done() for one in self._promises.values())
+        return sum(not one.done() for one in self._promises.values())
 
     def open_promise(self) -> str:
         """Return the id of a new promise."""
         self._forget_old()
         request_id = f"{self._mark}-{next(self._numbers)}"
-        self._promises[request_id] = _Promise(asyncio.get_running_loop().create_future())
+        self._promises[request_id] = asyncio.get_running_loop().create_future()
         return request_id
 
     def keep_promise(self, request_id: str, work: Coroutine[Any, Any, Result]) -> None:
@@ -83,8 +81,9 @@ class Promises:
 
     def resolve(self, request_id: str, result: Result) -> None:
         promise = self._promises.get(request_id)
-        if promise is not None and not promise.result.done():
-            promise.result.set_result(result)
+        if promise is not None and not promise.done():
+            promise.set_result(result)
+            self._unclaimed.append((time.monotonic() + UNCLAIMED_SECONDS, request_id))
 
     async def wait_for(self, request_id: str, seconds: float) -> Result | None:
         """Return the result; None if there is none after some seconds.
@@ -96,19 +95,13 @@ class Promises:
             if not request_id.startswith(f"{self._mark}-"):
                 raise Gone(f"{request_id}: the server was restarted")
             raise KeyError(f"{request_id}: no such request")
-        done, _ = await asyncio.wait([promise.result], timeout=seconds)
+        done, _ = await asyncio.wait([promise], timeout=seconds)
         if not done:
             return None
-        promise.forgotten_at = time.monotonic() + KEPT_SECONDS
-        return promise.result.result()
+        self._sent.append((time.monotonic() + KEPT_SECONDS, request_id))
+        return promise.result()
 
     def _forget_old(self) -> None:
-        now = time.monotonic()
-        # The oldest come first; results that were sent go soon after.
-        old = [
-            name
-            for name, one in itertools.islice(self._promises.items(), 64)
-            if one.result.done() and one.forgotten_at < now
-        ]
-        for name in old:
-            del self._promises[name]
+        for queue in (self._sent, self._unclaimed):
+            while queue and queue[0][0] < time.monotonic():
+                self._promises.pop(queue.popleft()[1], None)

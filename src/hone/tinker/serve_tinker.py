@@ -48,6 +48,10 @@ def serve_tinker(config: TinkerConfig) -> None:
     Raises ValueError if the model, the address or the directory cannot be used.
     """
     message_class("Datum")  # protobuf is there
+    if config.model.numerics == "exact":
+        raise ValueError(
+            "model.numerics exact: adapters are merged for sampling and not for training; take fast"
+        )
     api_key = config.api_key or own_key()
     if api_key is not None:
         api_key = api_key.removeprefix(KEY_PREFIX)
