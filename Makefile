@@ -39,7 +39,7 @@ test: setup  ## lint, types, unit tests, and one integration test of each compon
 test-all: test  ## every other suite too; ends with a list of what ran, what did not, and why
 	$(RUN) python -m tests.suites --after lint core
 
-# One suite by itself: test-rest, test-isas, test-newest, test-verifiers, test-trl, test-vllm, test-pretrained, test-node, test-slurm,
+# One suite by itself: test-rest, test-isas, test-newest, test-verifiers, test-cookbook, test-trl, test-vllm, test-pretrained, test-node, test-slurm,
 # test-helm, test-browser, test-targets (python -m tests.suites --help)
 test-%: setup
 	$(RUN) python -m tests.suites $*

@@ -15,6 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import Counter
@@ -29,6 +30,20 @@ PYTEST = [sys.executable, "-m", "pytest"]
 PARALLEL = ["-n", "2"]
 NEWEST_PYTHON = "3.13"
 TRL_PACKAGES = ("torch==2.13.0", "trl==1.16.0", "transformers>=5,<6", "pydantic>=2")
+COOKBOOK_PACKAGES = (
+    "tinker==0.38.0",
+    "aiohttp",
+    "blobfile",
+    "chz",
+    "cloudpickle",
+    "math-verify",
+    "pillow",
+    "pylatexenc",
+    "pyrage",
+    "termcolor",
+    "tiktoken",
+)
+COOKBOOK_ALONE = ("tinker_cookbook==0.6.1", "tml-renderers")
 VERIFIERS_VERSIONS = {"0.1.14": [], "0.3.1": [], "0.4.0": ["uv"]}  # and what they need
 ISA_TESTS = ("tests/unit/test_kernels.py", "tests/unit/test_packed.py", "tests/unit/test_engine.py")
 ISA_INTEGRATION_TESTS = (
@@ -192,6 +207,18 @@ def run_verifiers(runner: Runner) -> None:
     runner.run(*PYTEST, *PARALLEL, "-m", "verifiers", *files, **homes)
 
 
+def run_cookbook(runner: Runner) -> None:
+    home = ROOT / ".venv-cookbook"
+    python = runner.install(home, *COOKBOOK_PACKAGES)
+    # Torch and transformers are those of the tests; no index has the renderers that it asks for.
+    (packages,) = home.glob("lib/python*/site-packages")
+    (packages / "tests.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    words = ("pip", "install", "--quiet", "--no-deps", "--python", python)
+    runner.run(UV, *words, *COOKBOOK_ALONE)
+    file = "tests/integration/test_cookbook.py"
+    runner.run(*PYTEST, "-m", "cookbook", file, COOKBOOK_PYTHON=str(python))
+
+
 def run_trl(runner: Runner) -> None:
     python = runner.install(ROOT / ".venv-trl", *TRL_PACKAGES)
     runner.run(python, "tests/trl_losses.py", PYTHONPATH=str(ROOT / "src"), CUDA_VISIBLE_DEVICES="")
@@ -292,6 +319,7 @@ SUITES = (
         run_newest,
         lambda: "" if find_newest_python() else f"no Python {NEWEST_PYTHON} here",
     ),
+    Suite("cookbook", "recipes of Tinker's cookbook against hone tinker", run_cookbook),
     Suite("verifiers", "environments of two versions of the verifiers library", run_verifiers),
     Suite("trl", "policy losses against TRL's", run_trl),
     Suite("vllm", "the sampler contract with a real vLLM on the CPU", run_vllm),
