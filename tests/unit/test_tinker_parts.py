@@ -3,9 +3,11 @@
 import asyncio
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fastapi.testclient import TestClient
 
 from hone.tinker import snapshot_samplers
 from hone.tinker.call_order import CallOrder
@@ -13,6 +15,7 @@ from hone.tinker.checkpoints import Checkpoint, CheckpointStore
 from hone.tinker.messages import decode_tensor, message_class
 from hone.tinker.promises import Gone, Promises, Result
 from hone.tinker.request_bodies import SamplingSettings
+from hone.tinker.routes import build_app
 from hone.tinker.snapshot_samplers import MergedTurns, SamplerSlots
 
 
@@ -253,3 +256,38 @@ def test_stops_are_the_model_s_or_none_or_as_given():
     assert SamplingSettings(stop=[4]).split_stops([1]) == ([4], [])
     assert SamplingSettings(stop="end").split_stops([1]) == ([], ["end"])
     assert SamplingSettings(stop=["a", "b"]).split_stops([1]) == ([], ["a", "b"])
+
+
+def list_routes(app):
+    return [(method, route.path) for route in app.routes for method in sorted(route.methods)]
+
+
+def request_all(app, **keys):
+    """Status of every route, without a body."""
+    client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
+    return {
+        (method, path): client.request(method, path.replace("{", "").replace("}", ""), **keys)
+        for method, path in list_routes(app)
+    }
+
+
+def test_a_key_guards_every_route_but_health():
+    app = build_app(SimpleNamespace(store=None), "secret")
+    for key in (None, "tml-wrong", "secretX", "tml-"):
+        headers = {} if key is None else {"X-API-Key": key}
+        answers = request_all(app, headers=headers)
+        assert len(answers) > 20
+        for (_, path), answer in answers.items():
+            assert answer.status_code == (200 if path == "/health" else 401), path
+    for headers in ({"X-API-Key": "tml-secret"}, {"Authorization": "Bearer secret"}):
+        answers = request_all(app, headers=headers)
+        assert all(answer.status_code != 401 for answer in answers.values())
+
+
+def test_foreign_pages_are_refused_without_a_key():
+    app = build_app(SimpleNamespace(store=None))
+    answers = request_all(app, headers={"Origin": "http://evil.example"}, content=b"{}")
+    changing = {key: one for key, one in answers.items() if key[0] not in ("GET", "HEAD")}
+    assert len(changing) > 10 and all(one.status_code == 403 for one in changing.values())
+    answers = request_all(app, headers={"Host": "evil.example"})
+    assert all(one.status_code == 403 for key, one in answers.items() if key[1] != "/health")

@@ -47,17 +47,18 @@ Body = TypeVar("Body", bound=BaseModel)
 def build_app(runs: TrainingRuns, api_key: str | None = None) -> FastAPI:
     """Build the app. With `api_key`, clients send it in X-API-Key after "tml-", or as a bearer token."""
     app = FastAPI(title="hone tinker", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_refusals(app)
+    _add_sessions(app, runs)
+    _add_training(app, runs)
+    _add_sampling(app, runs)
+    _add_checkpoints(app, runs)
+    # The last one is asked first: keys, before a body is read.
     app.add_middleware(RequestLimit, most_bytes=lambda: BODY_BYTES)
     if api_key is not None:
         app.add_middleware(KeyGuard, api_key=api_key)
         app.add_middleware(TinkerKey)
     else:
         app.add_middleware(PageGuard)
-    _add_refusals(app)
-    _add_sessions(app, runs)
-    _add_training(app, runs)
-    _add_sampling(app, runs)
-    _add_checkpoints(app, runs)
 
     @app.get("/health")
     @app.get(f"{PREFIX}/healthz")
