@@ -2,14 +2,12 @@
 
 import asyncio
 import json
-import types
 
 import pytest
 
 from hone.inference import app as module
-from hone.inference.app import Limit
+from hone.inference.app import BODY, RequestLimit
 
-SERVED = types.SimpleNamespace(sampler=types.SimpleNamespace(max_context=64))
 SCOPE = {"type": "http", "path": "/v1/chat/completions", "method": "POST", "headers": []}
 
 
@@ -37,7 +35,9 @@ def answered(messages, send=None, app=reads_all, limit=None, path=SCOPE["path"])
         async def keep(message):
             sent.append(message)
 
-        await (limit or Limit(app, SERVED))({**SCOPE, "path": path}, receive, send or keep)
+        await (limit or RequestLimit(app, lambda: BODY))(
+            {**SCOPE, "path": path}, receive, send or keep
+        )
 
     asyncio.run(program())
     return sent
@@ -75,7 +75,7 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    limit = Limit(reads_all, SERVED)
+    limit = RequestLimit(reads_all, lambda: BODY)
     with pytest.raises(ConnectionError, match="has read nothing"):
         answered([body()], blocked, limit=limit)
     assert limit.open == 0
@@ -97,7 +97,7 @@ def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypa
 
 def test_beyond_what_may_be_open_is_refused_but_not_health(monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_RESPONSES", 1)
-    limit = Limit(reads_all, SERVED)
+    limit = RequestLimit(reads_all, lambda: BODY)
     limit.open = 1
     start, said = answered([body()], limit=limit)
     assert (
