@@ -6,8 +6,9 @@ import json
 import pytest
 
 from hone.inference import app as module
-from hone.inference.app import BODY, RequestLimit
+from hone.inference.app import RequestLimit
 
+MOST_BYTES = 300
 SCOPE = {"type": "http", "path": "/v1/chat/completions", "method": "POST", "headers": []}
 
 
@@ -35,7 +36,7 @@ def answered(messages, send=None, app=reads_all, limit=None, path=SCOPE["path"])
         async def keep(message):
             sent.append(message)
 
-        await (limit or RequestLimit(app, lambda: BODY))(
+        await (limit or RequestLimit(app, lambda: MOST_BYTES))(
             {**SCOPE, "path": path}, receive, send or keep
         )
 
@@ -61,8 +62,6 @@ def test_a_body_that_comes_in_parts_is_answered():
 )
 def test_a_body_that_stays_away_or_is_too_large_is_refused(monkeypatch, messages, status):
     monkeypatch.setattr(module, "STALLED_CLIENT_SECONDS", 0.05)
-    monkeypatch.setattr(module, "BODY", 300)
-    monkeypatch.setattr(module, "BODY_A_TOKEN", 1)
     with pytest.raises(module.HTTPException) as refused:  # which the routes' handler says
         answered(messages)
     assert refused.value.status_code == status
@@ -75,7 +74,7 @@ def test_a_client_that_does_not_read_is_let_go(monkeypatch):
         if message["type"] == "http.response.body":
             await asyncio.Event().wait()
 
-    limit = RequestLimit(reads_all, lambda: BODY)
+    limit = RequestLimit(reads_all, lambda: MOST_BYTES)
     with pytest.raises(ConnectionError, match="has read nothing"):
         answered([body()], blocked, limit=limit)
     assert limit.open == 0
@@ -97,7 +96,7 @@ def test_waiting_for_an_answer_has_no_deadline_and_the_hang_up_is_heard(monkeypa
 
 def test_beyond_what_may_be_open_is_refused_but_not_health(monkeypatch):
     monkeypatch.setattr(module, "MAX_OPEN_RESPONSES", 1)
-    limit = RequestLimit(reads_all, lambda: BODY)
+    limit = RequestLimit(reads_all, lambda: MOST_BYTES)
     limit.open = 1
     start, said = answered([body()], limit=limit)
     assert (
