@@ -21,6 +21,7 @@ def reference_page() -> str:
         entry("hone.RLTrainer", hone.RLTrainer),
         entry("hone.RLConfig", hone.RLConfig, False),
         entry("hone.TrainingSession", hone.TrainingSession),
+        entry("hone.FrozenBase", hone.FrozenBase),
         entry("hone.Datum", hone.Datum),
         entry("hone.AdamParams", hone.AdamParams),
     ]
