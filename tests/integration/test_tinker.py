@@ -409,6 +409,57 @@ def test_mistakes_are_the_user_s_and_the_next_call_works(client, tinker_server):
     training.save_state("taken", overwrite=True).result()
 
 
+def test_a_name_is_given_once_and_keeps_its_weights(client, tinker_server):
+    data = of_sdk(draw_data(np.random.default_rng(9)))
+    training = create(client, tinker_server)
+    path = training.save_weights_for_sampler("named").result().path
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+
+    def score():
+        sampler = client.create_sampling_client(model_path=path).result()
+        return sampler.compute_logprobs(prompt).result()[1:]
+
+    before = score()
+    training.forward_backward(data, "cross_entropy")
+    training.optim_step(adam(1e-1)).result()
+    with pytest.raises(tinker.RequestFailedError, match="exists"):
+        training.save_weights_for_sampler("named").result()
+    with pytest.raises(tinker.RequestFailedError, match="the server's own"):
+        training.save_weights_for_sampler("ephemeral-7").result()
+    assert score() == before
+
+
+def test_a_moving_target_follows_each_save(tinker_server):
+    """`inflight` saves: samplers of earlier saves see the newest weights."""
+    post = tinker_server.post
+
+    def result(answer):
+        return post("retrieve_future", request_id=answer[1]["request_id"])[1]
+
+    session_id = post("create_session", tags=[], sdk_version="0.38.0")[1]["session_id"]
+    made = {"session_id": session_id, "model_seq_id": 0, "base_model": tinker_server.base}
+    model_id = result(post("create_model", **made))["model_id"]
+    saved = [
+        result(
+            post(
+                "save_weights_for_sampler",
+                model_id=model_id,
+                seq_id=i + 1,
+                kind="inflight",
+                sampling_session_seq_id=i,
+            )
+        )["sampling_session_id"]
+        for i in range(4)
+    ]
+    found = tinker_server.post("get_info", model_id=model_id)[1]
+    assert found["is_lora"] and len(set(saved)) == 4
+    paths = {
+        httpx.get(f"{tinker_server.url}/api/v1/samplers/{one}").json()["model_path"]
+        for one in saved
+    }
+    assert len(paths) == 1 and paths.pop().endswith("/sampler_weights/ephemeral-inflight")
+
+
 def test_checkpoints_are_listed_expire_and_are_deleted(client, tinker_server):
     rest = tinker.RestClient(base_url=tinker_server.url, api_key="tml-local")
     training = create(client, tinker_server)

@@ -95,6 +95,10 @@ class CheckpointStore:
             raise KeyError(f"there is no checkpoint {path}")
         return found, place
 
+    def locate(self, checkpoint: Checkpoint) -> Path:
+        """Return the directory of a checkpoint, which may not be written yet."""
+        return self._place(checkpoint.run, checkpoint.kind, checkpoint.name)
+
     def find_in(self, place: Path) -> Checkpoint | None:
         """Return the checkpoint of a directory; None if there is none, or if it has expired."""
         try:

@@ -62,6 +62,10 @@ class SnapshotSamplers(ABC):
         while len(self._recent) > KEPT_ADAPTERS:
             self._recent.popitem(last=False)
 
+    def has_adapter(self, key: str | None) -> bool:
+        """Return True if a snapshot is in memory."""
+        return key in self._recent
+
     def _find_adapter(self, key: str, load: Callable[[], Adapter]) -> Adapter:
         adapter = self._recent.get(key)
         return load() if adapter is None else adapter

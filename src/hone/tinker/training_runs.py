@@ -9,8 +9,11 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from hone.engine.engine import Engine
 from hone.inference.engine_service import EngineService
@@ -42,6 +45,7 @@ MOST_RANK = 512
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 STATE_FOLDER = "state"
 EPHEMERAL = "ephemeral-"  # names of snapshots that were saved without one
+EPHEMERAL_SECONDS = 86400.0  # until they are deleted, unless their session ends earlier
 SESSION_SECONDS = 3600.0  # without a heartbeat, until a session's models are dropped
 log = logging.getLogger("hone.tinker")
 
@@ -119,6 +123,7 @@ class TrainingRuns:
         self.sessions: dict[str, ClientSession] = {}
         self.runs: dict[str, TrainingRun] = {}
         self.samplers: dict[str, SamplerTarget] = {}
+        self._writes: dict[str, asyncio.Task[None]] = {}  # of snapshots that are being written
         self._creations: dict[str, str] = {}  # model id: request id of its creation
 
     @property
@@ -329,37 +334,66 @@ class TrainingRuns:
         run = self.find_run(body.model_id)
         session_id = run.run_id.partition(":")[0]
 
-        async def save_snapshot() -> Result:
+        is_ephemeral = body.path is None
+        if body.path is None:
             run.saves += 1
-            name = body.path or f"{EPHEMERAL}{run.saves}"
-            if body.path is not None and body.path.startswith(EPHEMERAL):
+            name = f"{EPHEMERAL}{'inflight' if body.kind == 'inflight' else run.saves}"
+        else:
+            name = body.path
+
+        def take_snapshot() -> tuple[Checkpoint, dict[str, Tensor], Adapter]:
+            model = _session_of(run).model
+            found = self._describe(
+                run, "sampler_weights", name, body.ttl_seconds, body.user_metadata
+            )
+            if is_ephemeral:
+                found = replace(found, expires=wall_clock() + EPHEMERAL_SECONDS)
+            tensors = {key: x.clone() for key, x in adapter_tensors(model).items()}
+            return found, tensors, copy_adapter(model)
+
+        async def save_snapshot() -> Result:
+            if not is_ephemeral and name.startswith(EPHEMERAL):
                 raise ValueError(f"path: names that begin with {EPHEMERAL} are the server's own")
-            if body.kind == "inflight" and body.path is None:
-                name = f"{EPHEMERAL}inflight"
-
-            def write_snapshot() -> tuple[Checkpoint, Adapter]:
-                found = self._describe(
-                    run, "sampler_weights", name, body.ttl_seconds, body.user_metadata
-                )
-                is_moving = body.path is None
-                self.store.write_checkpoint(
-                    found, lambda place: self._write_adapter(run, place), overwrite=is_moving
-                )
-                return found, copy_adapter(_session_of(run).model)
-
-            found, adapter = await self.service.run_on_engine(write_snapshot)
+            found, tensors, adapter = await self.service.run_on_engine(take_snapshot)
+            if (earlier := self._writes.get(found.path)) is not None:
+                await asyncio.wait([earlier])
+            # Beside the compute thread, which goes on. Nobody else reads these tensors.
+            write = asyncio.ensure_future(
+                asyncio.to_thread(self._write_snapshot, run, found, tensors, is_ephemeral)
+            )
+            if is_ephemeral:  # it samples from memory meanwhile
+                self._writes[found.path] = write
+                write.add_done_callback(partial(self._note_write, found.path))
+            else:
+                await write
             if body.kind == "inflight":
                 await self.snapshots.replace_adapter(found.path, adapter)
             else:
                 self.snapshots.keep_adapter(found.path, adapter)
             if body.sampling_session_seq_id is None:
                 return Result.from_json({"path": found.path, "type": "save_weights_for_sampler"})
-            sampler_id = self._add_sampler(session_id, body.sampling_session_seq_id, found.path)
+            sampler_id = self._add_sampler(session_id, body.sampling_session_seq_id, found)
             return Result.from_json(
                 {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
             )
 
         return self._call_in_order(run, body.seq_id, save_snapshot)
+
+    def _write_snapshot(
+        self, run: TrainingRun, found: Checkpoint, tensors: dict[str, Tensor], overwrite: bool
+    ) -> None:
+        session = _session_of(run)
+        lora, spec = session.lora, session.model.spec
+        assert lora is not None
+        self.store.write_checkpoint(
+            found, lambda place: write_adapter(tensors, lora, spec, session.name, place), overwrite
+        )
+
+    def _note_write(self, path: str, write: "asyncio.Task[None]") -> None:
+        if self._writes.get(path) is write:
+            del self._writes[path]
+        if not write.cancelled() and (error := write.exception()) is not None:
+            log.warning("%s could not be written, and samples from memory only: %s", path, error)
 
     def _describe(
         self,
@@ -395,18 +429,20 @@ class TrainingRuns:
         """Return the id of a sampling session. Raises KeyError for an unknown checkpoint."""
         if body.model_path is None:
             self.check_base(body.base_model)
-            return self._add_sampler(body.session_id, body.sampling_session_seq_id, None)
+            return self._add_sampler(body.session_id, body.sampling_session_seq_id)
         checkpoint, _ = self.store.find(body.model_path)
         self.check_base(checkpoint.base_model)
-        return self._add_sampler(body.session_id, body.sampling_session_seq_id, checkpoint.path)
+        return self._add_sampler(body.session_id, body.sampling_session_seq_id, checkpoint)
 
-    def _add_sampler(self, session_id: str, number: int, path: str | None) -> str:
+    def _add_sampler(self, session_id: str, number: int, of: Checkpoint | None = None) -> str:
         session = self.find_session(session_id)
         sampler_id = f"{session_id}:sample:{number}"
         if sampler_id not in self.samplers:
             session.samplers.append(sampler_id)
-            directory = None if path is None else self.store.find(path)[1]
-            self.samplers[sampler_id] = SamplerTarget(path, directory, path)
+            target = SamplerTarget()
+            if of is not None:
+                target = SamplerTarget(of.path, self.store.locate(of), of.path)
+            self.samplers[sampler_id] = target
         return sampler_id
 
     def sample(self, body: Sample) -> tuple[str, list[str]]:
@@ -428,6 +464,10 @@ class TrainingRuns:
     async def _sample_result(self, target: SamplerTarget, body: Sample) -> Result:
         body.check_supported()
         prompt = body.prompt_ids()
+
+        write = self._writes.get(target.key or "")
+        if write is not None and not self.snapshots.has_adapter(target.key):
+            await asyncio.wait([write])
 
         def load() -> Adapter:
             assert target.directory is not None
