@@ -372,3 +372,31 @@ def test_a_base_refuses_what_it_has_decided():
             hone.TrainingSession(base, **keys)
     with pytest.raises(ValueError, match="base_bits"):
         hone.TrainingSession(base, lora=LORA | {"base_bits": 8})
+
+
+def test_an_adapter_of_the_head_is_trained_as_autograd_does():
+    """Of a tied head, whose embedding stays; logits by the formula with A and B written out."""
+    base = hone.FrozenBase(MODEL, random_init=True, device="cpu")
+    lora = {"rank": 3, "alpha": 6, "targets": ["q_proj", "lm_head"]}
+    session = hone.TrainingSession(base, lora=lora)
+    delta = session.model.head_delta
+    with torch.no_grad():
+        delta.B.normal_(generator=torch.Generator().manual_seed(0))
+    data = make_data(np.random.default_rng(5))
+    found = session.forward_backward(data)
+    gradients = [delta.A.grad.clone(), delta.B.grad.clone()]
+    session.clear_gradients()
+    total = torch.zeros(())
+    for datum, logprobs in zip(data, found.logprobs, strict=True):
+        attention = PackedAttention([len(datum.tokens)])
+        hidden = session.model(torch.tensor(datum.tokens), attention.token_positions(), attention)
+        weight = session.model.embed.weight + 2.0 * delta.B @ delta.A
+        rows = torch.log_softmax(hidden @ weight.T, -1)
+        wanted = rows.gather(1, torch.as_tensor(datum.targets)[:, None]).squeeze(1)
+        np.testing.assert_allclose(logprobs, wanted.detach().numpy(), atol=1e-5)
+        total = total - (torch.tensor(datum.weights, dtype=torch.float32) * wanted).sum()
+    total.backward()
+    for mine, theirs in zip(gradients, (delta.A.grad, delta.B.grad), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="lm_head has no adapter"):
+        make_session(lora)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.kernels import row_state
@@ -27,6 +28,7 @@ class LanguageModel(nn.Module):
         embed: token embedding, with a `weight` (V x D).
         blocks: the model's layers, which training shards and stores in 8 bits.
         head: linear layer to logits; None if it is the embedding.
+        head_delta: adapter of the head in training; None if it has none.
         recomputes: with gradients, keep only the inputs of blocks and compute the rest in backward.
         routing_TR: experts to use in all blocks, -1 for the router's choice; None: its choice.
     """
@@ -41,6 +43,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.spec = spec
         self.recomputes = False
+        self.head_delta: Any = None
         self.routing_TR: Tensor | None = None
 
     @classmethod
@@ -116,7 +119,22 @@ class LanguageModel(nn.Module):
 
     def compute_logits(self, hidden_TD: Tensor) -> Tensor:
         """Return logits (T x V) in the dtype of the weights."""
-        return cap_logits(linear(hidden_TD, self.head_weight_VD), self.spec.logit_cap)
+        return cap_logits(linear(*self.head_inputs(hidden_TD)), self.spec.logit_cap)
+
+    def head_inputs(self, hidden_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return hidden states and the head's weight, whose product are the logits.
+
+        Both have further columns for the head's adapter: x W^T + (x A^T) B^T = [x, x A^T] [W, B]^T.
+        """
+        weight_VD = self.head_weight_VD
+        if self.head_delta is None:
+            return hidden_TD, weight_VD
+        a_RD, b_VR = self.head_delta.scaled_factors()
+        # Products of a GPU want a multiple of 16 columns.
+        more = -(weight_VD.shape[1] + len(a_RD)) % 16
+        inner_TR = F.pad(F.linear(hidden_TD, a_RD), (0, more))
+        wide_VD = torch.cat([weight_VD, F.pad(b_VR, (0, more))], 1)
+        return torch.cat([hidden_TD, inner_TR], 1), wide_VD
 
     @property
     def head_weight_VD(self) -> Tensor:

@@ -31,6 +31,7 @@ from hone.models.language_model import LanguageModel
 from hone.models.layers import Linear
 from hone.models.spec import ModelSpec
 
+HEAD = "lm_head"
 Whole = Callable[[Tensor], Tensor]
 
 
@@ -45,7 +46,7 @@ class LoRA(nn.Module):
     """
 
     def __init__(
-        self, linear: Linear, names: list[str], heights: list[int], config: LoRAConfig
+        self, weight: Tensor, names: list[str], heights: list[int], config: LoRAConfig
     ) -> None:
         super().__init__()
         self.config = config
@@ -53,7 +54,6 @@ class LoRA(nn.Module):
         self.targets = [name for name in names if name.rsplit(".", 1)[-1] in (config.targets or ())]
         r = config.rank
         n = len(self.targets)
-        weight = linear.weight
         owner_O = torch.repeat_interleave(
             torch.tensor([_index_of(x, self.targets) for x in names]), torch.tensor(heights)
         )
@@ -65,6 +65,12 @@ class LoRA(nn.Module):
         # Which adapter a column belongs to, times scale.
         self.register_buffer("diagonal", diagonal[rows.to(diagonal.device)], persistent=False)
         self.outputs = len(weight)
+
+    @torch.no_grad()
+    def draw_values(self, generator: torch.Generator) -> None:
+        """Draw A as nn.Linear does, and peft: uniform up to 1 / sqrt(inputs)."""
+        bound = 1 / math.sqrt(self.A.shape[1])
+        self.A.copy_(torch.empty(self.A.shape).uniform_(-bound, bound, generator=generator))
 
     def forward(self, x_TI: Tensor) -> Tensor:
         if not self.is_plain and torch.is_grad_enabled():
@@ -146,16 +152,20 @@ def merge_adapter(into: Mapping[str, Tensor], directory: Path) -> None:
         )
 
 
-def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
+def add_lora(
+    model: LanguageModel, config: LoRAConfig, seed: int, allows_head: bool = False
+) -> None:
     """Freeze the model except `modules_to_save`, and add adapters.
 
-    Adapters start with random A and B = 0, or with the weights in `start_from`. Raises ValueError
-    if the configured layers or the weights in `start_from` do not fit the model.
+    Adapters start with random A and B = 0, or with the weights in `start_from`. With `allows_head`,
+    `lm_head` may be a target too; samplers have to merge it (`MergedWeights`). Raises ValueError if
+    the configured layers or the weights in `start_from` do not fit the model.
     """
     table = hf_names(model.spec)
     kinds = [theirs.rsplit(".", 2)[-2] for _, name in list_linears(model) for theirs in table[name]]
     possible = list(dict.fromkeys(kinds))
-    impossible = sorted(set(config.targets or []) - set(possible))
+    head = {HEAD} if allows_head else set()
+    impossible = sorted(set(config.targets or []) - set(possible) - head)
     if impossible:
         raise ValueError(
             f"lora.targets: {impossible[0]} has no adapter in this model; {', '.join(possible)} have"
@@ -171,16 +181,18 @@ def add_lora(model: LanguageModel, config: LoRAConfig, seed: int) -> None:
         modules = {theirs.rsplit(".", 2)[-2] for theirs in table[name]}
         parameter.requires_grad_(bool(modules & set(config.modules_to_save)))
     generator = torch.Generator().manual_seed(seed)
+    has_head = HEAD in config.targets  # type: ignore[operator]
     for linear, name in list_linears(model):
         heights = [len(part) for part in split_rows(model.spec, name, linear.weight)]
         theirs = [hf.removesuffix(".weight") for hf in table[name]]
-        lora = LoRA(linear, theirs, heights, config)
+        lora = LoRA(linear.weight, theirs, heights, config)
         if lora.targets:
-            # nn.Linear's initialization, which peft keeps: uniform up to 1 / sqrt(inputs)
-            with torch.no_grad():
-                bound = 1 / math.sqrt(lora.A.shape[1])
-                lora.A.copy_(torch.empty(lora.A.shape).uniform_(-bound, bound, generator=generator))
+            lora.draw_values(generator)
             linear.delta = lora
+    if has_head:
+        weight_VD = model.head_weight_VD
+        model.head_delta = LoRA(weight_VD, [HEAD], [len(weight_VD)], config)
+        model.head_delta.draw_values(generator)
     if config.start_from is not None:
         _load_adapter(model, config, config.start_from)
 
@@ -245,6 +257,8 @@ def share_base(model: LanguageModel) -> LanguageModel:
     """Return a model without adapters that shares all other tensors with `model`."""
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     shared = copy.deepcopy(model, {id(x): x for x in tensors})
+    del shared.head_delta
+    shared.head_delta = None
     for module in shared.modules():
         if isinstance(module, Linear) and module.delta is not None:
             del module.delta  # a child module, in whose place an engine puts something else

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from hone.models.adapters import Adapter
 from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
-from hone.models.lora import add_product, list_linears, share_base
+from hone.models.lora import HEAD, add_product, list_linears, share_base
 
 
 class MergedWeights:
-    """A model that shares all weights of a frozen base but those of the blocks' linears.
+    """A model that shares all weights of a frozen base but those of the blocks' linears and the head.
 
     Attributes:
         model: the model, whose weights keep their addresses.
@@ -30,6 +30,10 @@ class MergedWeights:
             theirs = [one.removesuffix(".weight") for one in table[name]]
             self._copies.append((linear.weight, own, name, theirs))
             linear.weight = own
+        head = nn.Parameter(base.head_weight_VD.detach().clone(), requires_grad=False)
+        self._copies.append((base.head_weight_VD, head, "head.weight", [HEAD]))
+        self.model.head = nn.Module()
+        self.model.head.weight = head
         self._is_plain = True
 
     @torch.no_grad()

@@ -111,7 +111,7 @@ class TrainingSession:
         self.directory = loaded.directory
         self.device = self.model.embed.weight.device
         if self.lora is not None:
-            add_lora(self.model, self.lora, seed)
+            add_lora(self.model, self.lora, seed, allows_head=self.base is not None)
             # With the targets that it has in this model.
             self.lora = next(lora_modules(self.model)).config
             # 8-bit weights are computed for one block at a time only if blocks are recomputed.

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone.inference.app import KeyGuard, PageGuard, RequestLimit
+from hone.models.lora import HEAD
 from hone.tinker.checkpoints import Checkpoint, as_iso, describe_checkpoint
 from hone.tinker.messages import decode_datum, decode_settings, parse_message
 from hone.tinker.promises import Gone
@@ -344,9 +345,9 @@ def _add_checkpoints(app: FastAPI, runs: TrainingRuns) -> None:
             "base_model": found.base_model,
             "is_lora": True,
             "lora_rank": found.lora["rank"],
-            "train_unembed": False,
+            "train_unembed": HEAD in targets,
             "train_attn": bool(targets & set(ATTENTION)),
-            "train_mlp": bool(targets - set(ATTENTION)),
+            "train_mlp": bool(targets - {*ATTENTION, HEAD}),
         }
 
     _post(app, "weights_info", WeightsInfo, get_weights_info)

@@ -32,7 +32,13 @@ class _Slot:
 
 
 class SnapshotSamplers(ABC):
-    """Snapshots by key, those used last in memory. All methods run on one event loop."""
+    """Snapshots by key, those used last in memory. All methods run on one event loop.
+
+    Attributes:
+        merges_head: True if snapshots may have an adapter of the unembedding.
+    """
+
+    merges_head = False
 
     def __init__(self, service: EngineService) -> None:
         self.service = service
@@ -77,6 +83,8 @@ class MergedTurns(SnapshotSamplers):
     Sampling is as fast as without adapters. A snapshot's turn lasts while it has requests, and
     admits new ones until another has waited for TURN_SECONDS.
     """
+
+    merges_head = True
 
     def __init__(self, service: EngineService, merged: MergedWeights) -> None:
         super().__init__(service)

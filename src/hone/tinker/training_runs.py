@@ -18,7 +18,7 @@ from torch import Tensor
 from hone.engine.engine import Engine
 from hone.inference.engine_service import EngineService
 from hone.models.adapters import Adapter, read_adapter
-from hone.models.lora import adapter_tensors, write_adapter
+from hone.models.lora import HEAD, adapter_tensors, write_adapter
 from hone.models.weight_proof import find_likeliest, score_sequence
 from hone.records import Completion, GenerateRequest, Sampling
 from hone.session.frozen_base import FrozenBase
@@ -218,12 +218,12 @@ class TrainingRuns:
         targets = [
             name for name in names if (asked.train_attn if name in ATTENTION else asked.train_mlp)
         ]
-        if asked.train_unembed:
-            log.warning(
-                "train_unembed: the unembedding has no adapter here; the others are trained"
-            )
+        if asked.train_unembed and self.snapshots.merges_head:
+            targets.append(HEAD)
+        elif asked.train_unembed:
+            log.warning("train_unembed: not with --no-merge; the other layers are trained")
         if not targets:
-            raise ValueError("lora_config: train_attn and train_mlp are both off")
+            raise ValueError("lora_config: there is no layer to train")
         return {"rank": asked.rank, "alpha": LORA_ALPHA, "targets": targets}
 
     def load_weights(self, body: LoadWeights) -> str:

@@ -83,8 +83,7 @@ class Packed:
         self, model: LanguageModel, temperature_N: Tensor, entropy_gradient: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return logprobs of the targets, and entropies of their distributions, N each."""
-        hidden_ND = self.target_hidden(model)
-        weight_VD = model.head_weight_VD
+        hidden_ND, weight_VD = model.head_inputs(self.target_hidden(model))
         inputs = (hidden_ND, weight_VD, self.targets_N, temperature_N)
         return head_logprobs(*inputs, entropy_gradient, model.spec.logit_cap)
 
@@ -99,8 +98,7 @@ class Packed:
 
         `part` is the slice; logprobs and entropies are those of its targets. See `kernels/head.py`.
         """
-        hidden_ND = self.target_hidden(model)
-        weight_VD = model.head_weight_VD
+        hidden_ND, weight_VD = model.head_inputs(self.target_hidden(model))
         inputs = (hidden_ND, weight_VD, self.targets_N, temperature_N)
         return head_loss(*inputs, loss, entropy_gradient, model.spec.logit_cap)
 
