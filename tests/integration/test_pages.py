@@ -5,11 +5,14 @@ import os
 import re
 import shlex
 import socket
+import subprocess
+import sys
 
 import pytest
 import torch
 
 import hone
+from tests.hangs import HANG_SECONDS
 from tests.integration.conftest import BIN, ROOT, answers, at_a_shell, command, until
 
 RECIPE = ROOT / "src/hone/launch/workspace/configs/prime-rl/reverse-text-tiny.toml"
@@ -233,8 +236,8 @@ def test_the_training_page(tmp_path):
     )
 
 
-def test_the_tinker_page(place, port_8000, started, monkeypatch, capsys):
-    """The server as the page starts it, and the page's client."""
+def test_the_tinker_page(place, port_8000, started):
+    """The server as the page starts it, and the page's client as a program of its own."""
     (place / "MODEL").symlink_to(MODEL)
     (line,) = commands_of("tinker.md")
     words = line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:]
@@ -242,12 +245,18 @@ def test_the_tinker_page(place, port_8000, started, monkeypatch, capsys):
     until(lambda: answers("http://localhost:8000/health"))
     page = (ROOT / "docs" / "tinker.md").read_text()
     exports = re.search(r"^export (TINKER_BASE_URL.*)", page, re.MULTILINE).group(1)
-    for pair in exports.split():
-        monkeypatch.setenv(*pair.split("="))
-    monkeypatch.setenv("TINKER_TELEMETRY", "0")
-    monkeypatch.chdir(place)
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    exec(compile(program, "tinker.md", "exec"), {})
-    *losses, sampled = capsys.readouterr().out.splitlines()
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        env=os.environ
+        | dict(one.split("=") for one in exports.split())
+        | {"TINKER_TELEMETRY": "0"},
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *losses, sampled = done.stdout.splitlines()
     assert len(losses) == 5 and float(losses[-1]) < float(losses[0])
     assert len(json.loads(sampled)) <= 8
