@@ -337,7 +337,7 @@ def test_a_merged_weight_of_bfloat16_keeps_what_the_adapter_adds(share_of_last_d
     layer.weight.data = (
         torch.randn(64, 1536, generator=generator).clamp(-3, 3).add(4).to(torch.bfloat16)
     )
-    lora = LoRA(layer, ["x"], [64], LoRAConfig(rank=1, alpha=1, targets=["q_proj"]))
+    lora = LoRA(layer.weight, ["x"], [64], LoRAConfig(rank=1, alpha=1, targets=["q_proj"]))
     lora.targets = ["x"]
     direction = torch.where(torch.rand(1536, generator=generator) > 0.5, 1.0, -1.0)
     unit = 2.0**-6  # the last digit of bfloat16 from 2 to 4
