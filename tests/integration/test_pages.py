@@ -242,7 +242,7 @@ def test_the_tinker_page(place, port_8000, started):
     (line,) = commands_of("tinker.md")
     words = line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:]
     started(BIN / words[0], *words[1:], cwd=place)
-    until(lambda: answers("http://localhost:8000/health"))
+    until(lambda: answers("http://localhost:8000"))
     page = (ROOT / "docs" / "tinker.md").read_text()
     exports = re.search(r"^export (TINKER_BASE_URL.*)", page, re.MULTILINE).group(1)
     (program,) = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
