@@ -12,7 +12,6 @@ trainer's log-probabilities.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 from peer import finish
+from tinker_server import serve_tinker
 from tokenizers import AddedToken, Tokenizer
 
 import hone
@@ -84,23 +84,7 @@ def train_base(directory: Path, max_steps: int) -> float:
 
 def run_recipe(args: argparse.Namespace, model: Path, work: Path) -> list[dict]:
     """Serve the model and run the recipe; return the rows of its metrics."""
-    report = work / "report.json"
-    words = ["tinker", "--model.name", str(model), "--server.port", "0"]
-    words += ["--directory", str(work / "saved")]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "hone", *words], env=os.environ | {"HONE_REPORT_FILE": str(report)}
-    )
-    try:
-        while not (report.exists() and b"url" in report.read_bytes()):
-            if server.poll() is not None:
-                sys.exit("tinker_cookbook: the server did not start")
-            time.sleep(0.1)
-        environment = os.environ | {
-            "TINKER_BASE_URL": json.loads(report.read_bytes())["url"],
-            "TINKER_API_KEY": "tml-local",
-            "TINKER_TELEMETRY": "0",
-            "HF_HUB_OFFLINE": "1",
-        }
+    with serve_tinker(model, work) as environment:
         words = [*RECIPES[args.recipe], f"model_name={model}", "renderer_name=role_colon"]
         words += [f"log_path={work / 'log'}", "behavior_if_log_dir_exists=delete"]
         command = [args.python, "-m", *words, *args.settings]
@@ -110,9 +94,6 @@ def run_recipe(args: argparse.Namespace, model: Path, work: Path) -> list[dict]:
             sys.exit(
                 f"tinker_cookbook: the recipe failed\n{(work / 'recipe.log').read_text()[-3000:]}"
             )
-    finally:
-        server.terminate()
-        server.wait()
     return [json.loads(line) for line in (work / "log" / "metrics.jsonl").open()]
 
 

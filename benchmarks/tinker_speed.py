@@ -10,7 +10,6 @@ compile and capture, do not count.
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from model_shapes import write_shape
 from peer import finish
+from tinker_server import serve_tinker
 
 PROMPTS, GROUP, PROMPT, COMPLETION, RANK = 16, 8, 37, 128, 32
 WARM_UP = 5  # steps: by then each of the slots of snapshots was filled
@@ -80,23 +80,9 @@ def run_client(base: str, steps: int, seed: int, completion: int) -> None:
 
 
 def serve_and_measure(args: argparse.Namespace, model: Path, work: Path) -> dict[int, dict]:
-    report = work / "report.json"
-    words = ["tinker", "--model.name", model, "--model.random-init", "--server.port", 0]
-    words += ["--directory", work / "saved", "--max-model-len", 1024]
-    command = [sys.executable, "-m", "hone", *map(str, words)]
-    environment = os.environ | {"HONE_REPORT_FILE": str(report)}
-    server = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    options = ("--model.random-init", "--max-model-len", 1024)
     found = {}
-    try:
-        while not (report.exists() and b"url" in report.read_bytes()):
-            if server.poll() is not None:
-                sys.exit("tinker_speed: the server did not start")
-            time.sleep(0.1)
-        environment = os.environ | {
-            "TINKER_BASE_URL": json.loads(report.read_bytes())["url"],
-            "TINKER_API_KEY": "tml-local",
-            "TINKER_TELEMETRY": "0",
-        }
+    with serve_tinker(model, work, *options) as environment:
         for clients in args.clients:
             words = [sys.executable, __file__, "--client", str(model)]
             words += ["--steps", str(args.steps), "--completion", str(args.completion)]
@@ -119,9 +105,6 @@ def serve_and_measure(args: argparse.Namespace, model: Path, work: Path) -> dict
                 "steps_per_s": clients / step,
             }
             print(clients, found[clients], file=sys.stderr)
-    finally:
-        server.terminate()
-        server.wait()
     return found
 
 

@@ -181,8 +181,16 @@ def bounded_http(most: int | None = None) -> type[BoundedHttp]:
 
 
 def bounded_config(app: Any, **options: Any) -> uvicorn.Config:
-    """Return a uvicorn configuration with limits on headers and connections.
+    """Return a uvicorn configuration with limits on headers and connections, that logs warnings only.
 
     `options` are passed to `uvicorn.Config`.
     """
-    return uvicorn.Config(app, http=bounded_http(), ws="none", **options)
+    return uvicorn.Config(
+        app,
+        http=bounded_http(),
+        ws="none",
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        **options,
+    )

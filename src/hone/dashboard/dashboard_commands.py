@@ -78,10 +78,7 @@ def serve_dashboard(root: Path, host: str, port: int, opens: bool = False) -> in
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     settings = bounded_config(
         app,
-        log_level="warning",
-        access_log=False,
         proxy_headers=False,
-        lifespan="off",
         timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(settings)

@@ -14,10 +14,7 @@ def build_server(app: FastAPI) -> uvicorn.Server:
     # seconds to end.
     settings = bounded_config(
         app,
-        log_level="warning",
-        access_log=False,
         proxy_headers=False,
-        lifespan="off",
         timeout_graceful_shutdown=3,
     )
     server = uvicorn.Server(settings)

@@ -50,17 +50,15 @@ class Promises:
         # When results are forgotten: those that were sent, and the others.
         self._sent: deque[tuple[float, str]] = deque()
         self._unclaimed: deque[tuple[float, str]] = deque()
+        self.pending_count = 0  # promises without a result; asked for at every call
         self._tasks: set[asyncio.Task[None]] = set()
-
-    @property
-    def pending_count(self) -> int:
-        return sum(not one.done() for one in self._promises.values())
 
     def open_promise(self) -> str:
         """Return the id of a new promise."""
         self._forget_old()
         request_id = f"{self._mark}-{next(self._numbers)}"
         self._promises[request_id] = asyncio.get_running_loop().create_future()
+        self.pending_count += 1
         return request_id
 
     def keep_promise(self, request_id: str, work: Coroutine[Any, Any, Result]) -> None:
@@ -83,6 +81,7 @@ class Promises:
         promise = self._promises.get(request_id)
         if promise is not None and not promise.done():
             promise.set_result(result)
+            self.pending_count -= 1
             self._unclaimed.append((time.monotonic() + UNCLAIMED_SECONDS, request_id))
 
     async def wait_for(self, request_id: str, seconds: float) -> Result | None:

@@ -71,9 +71,11 @@ def serve_tinker(config: TinkerConfig) -> None:
     service = EngineService(base.engine)
     names = list(dict.fromkeys([config.model.name, *config.served_names]))
 
-    snapshots: SnapshotSamplers = SamplerSlots(service, config.sampling_adapters)
-    if merged is not None:
-        snapshots = MergedTurns(service, merged)
+    snapshots: SnapshotSamplers = (
+        SamplerSlots(service, config.sampling_adapters)
+        if merged is None
+        else MergedTurns(service, merged)
+    )
     runs = TrainingRuns(base, service, store, names, snapshots)
     server = build_server(build_app(runs, api_key))
     sock.listen(2048)

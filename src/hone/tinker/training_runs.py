@@ -7,7 +7,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -66,13 +66,14 @@ class TrainingRun:
 
     Attributes:
         session: the adapter with its gradients and optimizer; None until it is made.
-        requests: request ids of creation, by kind of call.
+        creation_id: request id of its creation, since calls are repeated.
     """
 
     run_id: str
     user_metadata: dict[str, Any] | None
     order: CallOrder
     session: TrainingSession | None = None
+    creation_id: str = ""
     used_at: float = field(default_factory=wall_clock)
     saves: int = 0
 
@@ -82,15 +83,13 @@ class SamplerTarget:
     """What a sampling session samples from.
 
     Attributes:
-        key: the snapshot; None: the base model.
+        path: the snapshot's `tinker://` path; None: the base model.
         directory: where its adapter is.
-        path: its `tinker://` path, if it has one.
         requests: promise and sample ids of each call, since calls are repeated.
     """
 
-    key: str | None = None
-    directory: Path | None = None
     path: str | None = None
+    directory: Path | None = None
     requests: dict[int, tuple[str, list[str]]] = field(default_factory=dict)
 
 
@@ -124,7 +123,6 @@ class TrainingRuns:
         self.runs: dict[str, TrainingRun] = {}
         self.samplers: dict[str, SamplerTarget] = {}
         self._writes: dict[str, asyncio.Task[None]] = {}  # of snapshots that are being written
-        self._creations: dict[str, str] = {}  # model id: request id of its creation
 
     @property
     def engine(self) -> Engine:
@@ -183,15 +181,8 @@ class TrainingRuns:
 
     def create_model(self, body: CreateModel) -> str:
         """Begin to make a model; return the request id."""
-        session = self.find_session(body.session_id)
-        run_id = f"{body.session_id}:train:{body.model_seq_id}"
-        if (known := self._creations.get(run_id)) is not None:
-            return known
-        run = TrainingRun(run_id, body.user_metadata, CallOrder())
-        self.runs[run_id] = run
-        session.runs.append(run_id)
 
-        async def make_model() -> Result:
+        async def make_model(run: TrainingRun) -> Result:
             self.check_base(body.base_model)
             if body.optimizer_config.get("type", "adamw") != "adamw":
                 raise ValueError(
@@ -204,11 +195,26 @@ class TrainingRuns:
                     self.base, lora=lora, seed=secrets.randbits(31) if seed is None else seed
                 )
             )
-            return Result.from_json({"model_id": run_id, "type": "create_model"})
+            return Result.from_json({"model_id": run.run_id, "type": "create_model"})
 
-        request_id = self._promise(make_model)
-        self._creations[run_id] = request_id
-        return request_id
+        return self._begin_run(body.session_id, body.model_seq_id, body.user_metadata, make_model)
+
+    def _begin_run(
+        self,
+        session_id: str,
+        number: int,
+        user_metadata: dict[str, Any] | None,
+        make: Callable[[TrainingRun], Coroutine[Any, Any, Result]],
+    ) -> str:
+        """Begin a training run, once; return the request id. `make` sets its session."""
+        session = self.find_session(session_id)
+        run_id = f"{session_id}:train:{number}"
+        if run_id not in self.runs:
+            run = TrainingRun(run_id, user_metadata, CallOrder())
+            self.runs[run_id] = run
+            session.runs.append(run_id)
+            run.creation_id = self._promise(lambda: make(run))
+        return self.runs[run_id].creation_id
 
     def _lora_keys(self, asked: LoraSettings) -> dict[str, Any]:
         """Return keys of `trainer.lora`. Raises ValueError for what cannot be trained."""
@@ -237,26 +243,22 @@ class TrainingRuns:
                 return {"path": body.path, "type": "load_weights"}
 
             return self._call_in_order(run, body.seq_id, lambda: self._compute_json(load_state))
-        session = self.find_session(body.session_id)
-        run_id = f"{body.session_id}:train:{body.model_seq_id}"
-        if (known := self._creations.get(run_id)) is not None:
-            return known
-        run = TrainingRun(run_id, body.user_metadata, CallOrder())
-        self.runs[run_id] = run
-        session.runs.append(run_id)
 
-        def make_loaded() -> dict[str, Any]:
+        def make_loaded(run: TrainingRun) -> dict[str, Any]:
             self.check_base(body.base_model)
             checkpoint, place = self.store.find(body.path)
             self.check_base(checkpoint.base_model)
             made = TrainingSession(self.base, lora=checkpoint.lora)
             made.load_state(_state_of(checkpoint, place), body.optimizer)
             run.session = made
-            return {"path": body.path, "model_id": run_id, "type": "load_weights"}
+            return {"path": body.path, "model_id": run.run_id, "type": "load_weights"}
 
-        request_id = self._promise(lambda: self._compute_json(make_loaded))
-        self._creations[run_id] = request_id
-        return request_id
+        return self._begin_run(
+            body.session_id,
+            body.model_seq_id,
+            body.user_metadata,
+            lambda run: self._compute_json(partial(make_loaded, run)),
+        )
 
     def find_run(self, run_id: str) -> TrainingRun:
         """Return a model in training. Raises UnknownId."""
@@ -321,7 +323,7 @@ class TrainingRuns:
             found = self._describe(run, "weights", name, body.ttl_seconds, body.user_metadata)
 
             def write_state(place: Path) -> None:
-                self._write_adapter(run, place)
+                self._write_adapter(run, adapter_tensors(_session_of(run).model), place)
                 _session_of(run).save_state(place / STATE_FOLDER)
 
             self.store.write_checkpoint(found, write_state, body.overwrite)
@@ -359,7 +361,12 @@ class TrainingRuns:
                 await asyncio.wait([earlier])
             # Beside the compute thread, which goes on. Nobody else reads these tensors.
             write = asyncio.ensure_future(
-                asyncio.to_thread(self._write_snapshot, run, found, tensors, is_ephemeral)
+                asyncio.to_thread(
+                    self.store.write_checkpoint,
+                    found,
+                    lambda place: self._write_adapter(run, tensors, place),
+                    is_ephemeral,
+                )
             )
             if is_ephemeral:  # it samples from memory meanwhile
                 self._writes[found.path] = write
@@ -378,16 +385,6 @@ class TrainingRuns:
             )
 
         return self._call_in_order(run, body.seq_id, save_snapshot)
-
-    def _write_snapshot(
-        self, run: TrainingRun, found: Checkpoint, tensors: dict[str, Tensor], overwrite: bool
-    ) -> None:
-        session = _session_of(run)
-        lora, spec = session.lora, session.model.spec
-        assert lora is not None
-        self.store.write_checkpoint(
-            found, lambda place: write_adapter(tensors, lora, spec, session.name, place), overwrite
-        )
 
     def _note_write(self, path: str, write: "asyncio.Task[None]") -> None:
         if self._writes.get(path) is write:
@@ -417,10 +414,9 @@ class TrainingRuns:
             user_metadata,
         )
 
-    def _write_adapter(self, run: TrainingRun, place: Path) -> None:
+    def _write_adapter(self, run: TrainingRun, tensors: dict[str, Tensor], place: Path) -> None:
         session = _session_of(run)
         assert session.lora is not None
-        tensors = adapter_tensors(session.model)
         write_adapter(tensors, session.lora, session.model.spec, session.name, place)
 
     # --------------------------------------------------------------------------------- sampling
@@ -441,7 +437,7 @@ class TrainingRuns:
             session.samplers.append(sampler_id)
             target = SamplerTarget()
             if of is not None:
-                target = SamplerTarget(of.path, self.store.locate(of), of.path)
+                target = SamplerTarget(of.path, self.store.locate(of))
             self.samplers[sampler_id] = target
         return sampler_id
 
@@ -465,15 +461,15 @@ class TrainingRuns:
         body.check_supported()
         prompt = body.prompt_ids()
 
-        write = self._writes.get(target.key or "")
-        if write is not None and not self.snapshots.has_adapter(target.key):
+        write = self._writes.get(target.path or "")
+        if write is not None and not self.snapshots.has_adapter(target.path):
             await asyncio.wait([write])
 
         def load() -> Adapter:
             assert target.directory is not None
             return read_adapter(target.directory)
 
-        async with self.snapshots.use_snapshot(target.key, load) as adapter:
+        async with self.snapshots.use_snapshot(target.path, load) as adapter:
             return await self._sample_with(adapter, prompt, body)
 
     async def _sample_with(self, adapter: str | None, prompt: list[int], body: Sample) -> Result:

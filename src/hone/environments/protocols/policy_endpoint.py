@@ -128,9 +128,6 @@ class PolicyEndpoint:
             ]
             settings = bounded_config(
                 Starlette(routes=routes),
-                log_level="warning",
-                access_log=False,
-                lifespan="off",
                 timeout_graceful_shutdown=3,
             )
             self._server = _Server(settings)
