@@ -38,6 +38,7 @@ def worker(out: Path) -> None:
     from hone.models.loading import Loaded
     from hone.trainer.optim import Optimizer
     from hone.trainer.ranks import Ranks
+    from hone.trainer.sft.objectives import CrossEntropy
     from hone.trainer.sft.train import Trainer
     from hone.trainer.sharding import shard_model
 
@@ -60,7 +61,7 @@ def worker(out: Path) -> None:
         shard_model(model, ranks, config.sharding)
         loaded = Loaded(model, None, Path(), torch.bfloat16)
         optimizer = Optimizer(model, config.optim, ranks)
-        return Trainer(config, loaded, optimizer, Path("bad_steps"), ranks)
+        return Trainer(config, loaded, optimizer, CrossEntropy(), Path("bad_steps"), ranks)
 
     growing, times = trainer(ROWS, 1e-6), []
     batches = [rows(step, ROWS * ranks.count) for step in range(WARM_UP + STEPS)]

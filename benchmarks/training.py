@@ -205,6 +205,7 @@ def our_sft(micro_batches: int, **options) -> dict:
     from hone.models.loading import Loaded
     from hone.models.lora import add_lora
     from hone.trainer.optim import Optimizer
+    from hone.trainer.sft.objectives import CrossEntropy
     from hone.trainer.sft.train import Trainer
 
     data = {
@@ -219,7 +220,7 @@ def our_sft(micro_batches: int, **options) -> dict:
         add_lora(model, config.lora, 0)
     optimizer = Optimizer(model, config.optim)
     loaded = Loaded(model, None, Path(), torch.bfloat16)
-    trainer = Trainer(config, loaded, optimizer, Path("bad_steps"))
+    trainer = Trainer(config, loaded, optimizer, CrossEntropy(), Path("bad_steps"))
 
     def rows(i: int) -> list:
         """Documents dealt to rows in turn; a row's tokens are its inputs, so each has a first token besides."""

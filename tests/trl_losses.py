@@ -1,4 +1,4 @@
-"""Compare Hone's policy losses with TRL's GRPOTrainer on random tensors: every variant that both have.
+"""Compare Hone's losses with TRL's GRPOTrainer and DPOTrainer on random tensors: every variant that both have.
 
     python tests/trl_losses.py     with a Python that has trl, and src/ on PYTHONPATH
 
@@ -7,14 +7,17 @@ more than MAX_DIFFERENCE, relative.
 """
 
 import sys
+from collections import defaultdict
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import torch
-from trl import GRPOTrainer
+from trl import DPOTrainer, GRPOTrainer
 
 from hone.config.loss_config import LossConfig
+from hone.config.sft_config import DPOConfig
 from hone.trainer.loss import make_loss, policy_loss, token_weights
+from hone.trainer.sft.objectives import Answers, pair_losses, pair_metrics
 
 MAX_DIFFERENCE = 1e-9
 VARIANTS = {  # name: (TRL's options, ours)
@@ -51,6 +54,7 @@ VARIANTS = {  # name: (TRL's options, ours)
     "CISPO": ({"loss_type": "cispo", "epsilon_high": 1.5}, {"type": "cispo", "ratio_cap": 1.5}),
     "TIS": ({"loss_type": "bnpo", "cap": 1.2}, {"type": "tis", "ratio_cap": 1.2}),
 }
+PREFERENCE_VARIANTS = ("sigmoid", "hinge", "ipo")
 
 
 def theirs(options: dict, logprobs, old, reference, advantages, mask):
@@ -138,11 +142,80 @@ def compare_losses() -> dict[str, list[float]]:
     return results
 
 
+def preference_theirs(kind: str, logprobs, reference, mask):
+    """Return TRL's DPO loss and its metrics; rows are the chosen answers, then the rejected ones."""
+
+    def answer_of(values):
+        zeros = torch.zeros_like(values)
+        return SimpleNamespace(
+            log_probs=values, entropy=zeros, mean_logits=zeros, is_top1=zeros.bool()
+        )
+
+    trainer = MagicMock(**{"model.training": True, "beta": 0.3, "ld_alpha": None})
+    for name, value in {
+        "aux_loss_enabled": False,
+        "precompute_ref_logps": False,
+        "f_divergence_type": "reverse_kl",
+        "loss_types": [kind],
+        "loss_weights": [1.0],
+        "use_weighting": False,
+        "_total_train_tokens": 0,
+        "_tp_size": 1,
+        "_metrics": defaultdict(lambda: defaultdict(list)),
+        "ref_model": lambda **inputs: answer_of(reference * mask),
+    }.items():
+        setattr(trainer, name, value)
+    trainer.accelerator.gather = trainer.accelerator.gather_for_metrics = lambda x: x
+    before = torch.zeros(len(mask), 1, dtype=torch.int64)
+    completion_mask = torch.cat((before, mask.long()), 1)  # the first token is the prompt's
+    inputs = {
+        "input_ids": completion_mask,
+        "attention_mask": completion_mask,
+        "completion_mask": completion_mask,
+    }
+    model = MagicMock(side_effect=lambda **inputs: answer_of(logprobs * mask))
+    loss = DPOTrainer._compute_loss(trainer, model, inputs, return_outputs=False)
+    return loss, trainer._metrics["train"]
+
+
+def compare_preference_losses() -> dict[str, list[float]]:
+    """Return the largest relative differences of loss, gradient and metrics over 20 draws, by variant."""
+    results = {}
+    names = ("accuracies", "margins", "chosen", "rejected")
+    for kind in PREFERENCE_VARIANTS:
+        worst = [0.0, 0.0, 0.0]
+        for seed in range(20):
+            torch.manual_seed(seed)
+            mask = (torch.arange(12)[None] < torch.randint(1, 13, (8, 1))).double()
+            reference = -torch.rand(8, 12).double() * 3
+            x = (reference + torch.randn(8, 12).double()).requires_grad_()
+            loss, metrics = preference_theirs(kind, x, reference, mask)
+            sums = [
+                (values * mask).sum(1).view(2, -1).T
+                for values in (x, reference, torch.ones_like(mask))
+            ]
+            answers = Answers(*sums)
+            config = DPOConfig(beta=0.3, type=kind)
+            own = pair_losses(answers, config).mean()
+            found = (pair_metrics(answers, config.beta) / len(sums[0])).tolist()
+            expected = [metrics[f"rewards/{name}"][0] for name in names]
+            pairs = [
+                (loss.detach(), own.detach()),
+                (torch.autograd.grad(loss, x)[0], torch.autograd.grad(own, x)[0]),
+                (torch.tensor(expected), torch.tensor(found[: len(names)])),
+            ]
+            for i, (one, two) in enumerate(pairs):
+                worst[i] = max(worst[i], float((one - two).abs().max() / one.abs().max()))
+        results[f"DPO, {kind}"] = worst
+    return results
+
+
 def main() -> int:
-    results = compare_losses()
-    for name, (loss, gradient) in results.items():
-        print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}")
-    return int(max(x for pair in results.values() for x in pair) > MAX_DIFFERENCE)
+    results = compare_losses() | compare_preference_losses()
+    for name, (loss, gradient, *metrics) in results.items():
+        further = f", metrics {metrics[0]:.1e}" if metrics else ""
+        print(f"{name:>18}: loss {loss:.1e}, gradient {gradient:.1e}{further}")
+    return int(max(x for found in results.values() for x in found) > MAX_DIFFERENCE)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ def create(client, server, rank=4, seed=0, **keys):
     return client.create_lora_training_client(server.base, rank=rank, seed=seed, **keys).result()
 
 
+ADAPTER = "adapter_model.safetensors"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ALL = [*ATTENTION, "gate_proj", "up_proj", "down_proj", "lm_head"]
 
@@ -535,8 +536,37 @@ def test_a_key_guards_all_but_health(directory):
             server.connect("tml-wrong").create_sampling_client(base_model=server.base).result()
         training = create(server.connect("tml-secret"), server)
         assert training.get_info().lora_rank == 4
+        check_downloads(training, server, directory)
     finally:
         server.close()
+
+
+def check_downloads(training, server, directory):
+    """The SDK's command downloads an exported adapter, and a state, through signed links."""
+    training.forward_backward(of_sdk(draw_data(np.random.default_rng(0))), "cross_entropy").result()
+    training.optim_step(adam(1e-2)).result()
+    state = training.save_state("state").result().path
+    exported = training.save_weights_external("exported").result().path
+    expected = load_file(directory / "saved" / training.model_id / "weights/state" / ADAPTER)
+    env = {**os.environ, "TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-secret"}
+    for number, path in enumerate((state, exported)):
+        output = directory / f"downloaded-{number}"
+        words = [BIN / "tinker", "checkpoint", "download", path, "--output", output]
+        subprocess.run(words, check=True, env=env, timeout=HANG_SECONDS)
+        (found,) = output.rglob(ADAPTER)
+        assert json.loads((found.parent / "adapter_config.json").read_text())["r"] == 4
+        tensors = load_file(found)
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+    rest = tinker.RestClient(base_url=server.url, api_key="tml-secret")
+    link = rest.get_external_weights_urls(exported).result().urls[ADAPTER]
+    assert httpx.get(link).status_code == 200
+    for wrong in (link.partition("?")[0], link.replace("=1", "=2"), link.replace(ADAPTER, "x")):
+        assert httpx.get(wrong).status_code == 401
+    with pytest.raises(ValueError, match="only accepts external weights"):
+        rest.get_external_weights_urls(state).result()
+    with pytest.raises(tinker.RequestFailedError, match="does not encrypt"):
+        training.save_weights_external("secret", age_encryption_recipients=["age1x"]).result()
 
 
 @pytest.mark.parametrize("kills", [int(os.environ.get("HONE_TINKER_KILLS", "2"))])

@@ -327,6 +327,33 @@ def test_sft_killed_at_ten_random_moments_ends_as_if_it_had_not_been(tmp_path, s
     assert_same_weights(weights(out, 40), weights(tmp_path / "straight", 40))
 
 
+@pytest.mark.parametrize("lora", [[], ["--lora.rank", 4, "--optim.lr", 3e-3]])
+def test_preferences_are_learned_in_rows_of_pairs_and_resumed(lora, tmp_path):
+    draw = random.Random(0)
+    words = ["".join(draw.choices("abcdef", k=6)) for _ in range(96)]
+    pairs = [{"prompt": w, "chosen": w[::-1], "rejected": w.upper()} for w in words]
+    for name, rows in (("train", pairs[:80]), ("held_out", pairs[80:])):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    words = ["sft", "--model.name", f"{TINY}/model", "--model.random-init", "--dpo.beta", 0.2]
+    words += ["--data.name", tmp_path / "train.jsonl", "--val.name", tmp_path / "held_out.jsonl"]
+    words += ["--data.seq-len", 128, "--data.batch-size", 4, "--optim.lr", 1e-3, *lora]
+    words += ["--ckpt.interval", 6, "--output-dir"]
+    command(*words, tmp_path / "whole", "--max-steps", 12)
+    command(*words, tmp_path / "parts", "--max-steps", 6)
+    command(*words, tmp_path / "parts", "--max-steps", 12, "--resume")
+    assert_same_weights(weights(tmp_path / "whole", 12), weights(tmp_path / "parts", 12))
+    rows = metrics(tmp_path / "whole", "metrics_sft.jsonl")
+    # The model is its own reference at first: the loss is that of a coin toss.
+    assert rows[0]["loss/mean"] == pytest.approx(0.6931, abs=1e-3)
+    assert rows[-1]["loss/mean"] < 0.5 and rows[-1]["rewards/accuracies"] > 0.9
+    assert rows[-1]["val/loss"] < 0.6 and rows[-1]["val/rewards/accuracies"] > 0.9
+    # The number of rows in a pass does not change what is learned.
+    command(*words, tmp_path / "split", "--max-steps", 3, "--data.micro-batch-size", 1)
+    split = metrics(tmp_path / "split", "metrics_sft.jsonl")
+    for name in ("loss/mean", "rewards/margins", "logps/rejected"):
+        assert split[2][name] == pytest.approx(rows[2][name], rel=1e-3)
+
+
 @pytest.mark.parametrize("base_bits", [16, 8])
 def test_sft_of_an_adapter_evaluates_goes_on_and_is_exported(base_bits, tmp_path):
     data = tmp_path / "sft.jsonl"

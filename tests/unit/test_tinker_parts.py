@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from types import SimpleNamespace
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from fastapi.testclient import TestClient
 from hone.tinker import snapshot_samplers
 from hone.tinker.call_order import CallOrder
 from hone.tinker.checkpoints import Checkpoint, CheckpointStore
+from hone.tinker.download_links import DownloadLinks
 from hone.tinker.messages import decode_tensor, message_class
 from hone.tinker.promises import Gone, Promises, Result
 from hone.tinker.request_bodies import SamplingSettings
@@ -282,6 +284,29 @@ def test_a_key_guards_every_route_but_health():
     for headers in ({"X-API-Key": "tml-secret"}, {"Authorization": "Bearer secret"}):
         answers = request_all(app, headers=headers)
         assert all(answer.status_code != 401 for answer in answers.values())
+
+
+def test_a_link_opens_one_file_until_it_expires(monkeypatch):
+    links = DownloadLinks()
+    clock = [1000.0]
+    monkeypatch.setattr("hone.tinker.download_links.wall_clock", lambda: clock[0])
+    path = "/api/v1/downloads/a:train:0/external_weights/x y/adapter_model.safetensors"
+    signed = urlsplit(links.sign(path, 1100.0))
+    assert unquote(signed.path) == path and links.is_valid(path, signed.query)
+    assert not links.is_valid(path + "x", signed.query)
+    assert not DownloadLinks().is_valid(path, signed.query)
+    signature = parse_qs(signed.query)["signature"][0]
+    for query in (
+        "",
+        "expires=1100",
+        f"expires=9999&signature={signature}",
+        f"expires=٣&signature={signature}",
+        f"expires=1100&signature={signature[:-1]}",
+        f"expires=1100&signature={signature[:-1]}é",
+    ):
+        assert not links.is_valid(path, query)
+    clock[0] = 1100.0
+    assert not links.is_valid(path, signed.query)
 
 
 def test_foreign_pages_are_refused_without_a_key():

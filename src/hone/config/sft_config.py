@@ -26,7 +26,8 @@ Role = Literal["system", "user", "assistant", "tool"]
 class DataConfig(Config):
     name: Annotated[list[str], BeforeValidator(as_list), Field(min_length=1)]
     """Training data: a hub id, a .jsonl, .json, .csv, .parquet or .arrow file, a folder that `save_to_disk` of datasets
-    wrote, or a list of them. Rows have `messages`, or `prompt` and `completion`."""
+    wrote, or a list of them. Rows have `messages`, or `prompt` and `completion`; with the section dpo they have
+    `chosen` and `rejected`, and `prompt` where these are answers alone."""
     weights: list[Annotated[float, Field(gt=0)]] | None = None
     """How often each data set is used in an epoch, one number per data set: 2 uses every row twice, 0.5 a random half
     of the rows, drawn anew in each epoch."""
@@ -80,6 +81,26 @@ class DataConfig(Config):
         return self
 
 
+class DPOConfig(Config):
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How strongly the model is held to the reference, which is the initial model: smaller values let it move
+    further."""
+    type: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    """Loss of a pair. sigmoid: DPO; hinge: max(0, 1 - beta margin), as in SLiC; ipo: (margin - 1 / (2 beta))^2, with
+    log-probabilities averaged over the tokens of an answer."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """sigmoid: share of the pairs whose preference is assumed to be the wrong way round (conservative DPO)."""
+    sft_weight: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of a second loss, the mean of -log p over the tokens of the chosen answer, which keeps its probability
+    from falling."""
+
+    @model_validator(mode="after")
+    def _only_sigmoid_is_smoothed(self) -> "DPOConfig":
+        if self.label_smoothing and self.type != "sigmoid":
+            raise ValueError(f"dpo.label_smoothing needs dpo.type sigmoid, found {self.type}")
+        return self
+
+
 class ValConfig(Config):
     name: str
     """Validation data, a hub id or a local file like data.name."""
@@ -114,15 +135,25 @@ class SFTConfig(ResumableConfig):
     lora: LoRAConfig | None = None
     """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
     --lora.rank 16."""
+    dpo: DPOConfig | None = None
+    """Train on pairs of a chosen and a rejected answer by direct preference optimization, when a key of this section is
+    given, for example --dpo.beta 0.1. The two answers of a pair share a row of seq_len tokens."""
     sharding: Free[Sharding] = "auto"
     """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
     (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
     weights: Free[WeightsConfig] = WeightsConfig()
 
+    @property
+    def keeps_reference_copy(self) -> bool:
+        """Return True if a copy of the initial model is kept as the reference of `dpo`."""
+        return self.dpo is not None and not (self.lora and self.lora.keeps_reference)
+
     @model_validator(mode="after")
     def _batch_divides(self) -> "SFTConfig":
         if self.data.streaming and self.max_steps is None:
             raise ValueError("data.streaming has no end: give max_steps")
+        if self.dpo and self.data.fake:
+            raise ValueError("data.fake has no pairs for dpo: give data.name")
         micro = self.data.micro_batch_size
         if micro and self.data.batch_size % micro:
             raise ValueError(

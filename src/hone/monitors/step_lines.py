@@ -113,6 +113,11 @@ def format_mismatch(values: dict[str, float]) -> str:
 def sft_line(step: int, values: dict[str, float]) -> str:
     parts = [
         f"Step {step} | Time: {values['time/step']:.2f}s | Loss: {values['loss/mean']:.4f}",
+        *(
+            [f"Accuracy: {values['rewards/accuracies']:.1%}"]
+            if "rewards/accuracies" in values
+            else []
+        ),
         *([f"Val. Loss: {values['val/loss']:.4f}"] if "val/loss" in values else []),
         f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e}",
         f"Throughput: {values['perf/throughput']:.0f} tokens/s",

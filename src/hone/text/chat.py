@@ -288,9 +288,12 @@ class ChatTemplate:
         messages: list[Message],
         roles: Collection[str] = ("assistant",),
         last_only: bool = False,
+        first_marked: int = 0,
         **template_args: Any,
     ) -> list[MarkedText]:
         """Render a conversation and mark the messages of these roles, for training.
+
+        Messages before number `first_marked` are context only.
 
         Each of these messages is marked once, together with its end-of-turn token. One rendering
         suffices unless the template rewrites earlier turns as the conversation continues (some drop
@@ -305,11 +308,12 @@ class ChatTemplate:
         if set(roles) == {"assistant"}:
             spans = self._find_generated(messages, args)
             if spans:
-                return [MarkedText(text, spans)]
+                before = self._find_generated(messages[:first_marked], args) if first_marked else []
+                return [MarkedText(text, spans[len(before) :])]
         turns = [
             self._render_turn(messages, i, args)
             for i, message in enumerate(messages)
-            if message["role"] in roles
+            if i >= first_marked and message["role"] in roles
         ]
         found: list[MarkedText] = []
         while turns:

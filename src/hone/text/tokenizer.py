@@ -280,17 +280,19 @@ class Tokenizer:
         messages: list[Message],
         roles: Collection[str] = ("assistant",),
         last_only: bool = False,
+        first_marked: int = 0,
         **template_args: Any,
     ) -> list[tuple[list[int], list[bool]]]:
         """Return (ids, loss mask) pairs of a conversation; messages of these roles have a loss.
 
+        Messages before number `first_marked` have none.
         There are several pairs if the template rewrites earlier turns as the conversation continues
         (`ChatTemplate.mark_messages`), unless `last_only` is set. A token that spans two messages
         belongs to the first.
         """
         found = []
         for marked in self.require_template().mark_messages(
-            messages, roles, last_only, **template_args
+            messages, roles, last_only, first_marked, **template_args
         ):
             encoding = self.encoder.encode(marked.text, add_special_tokens=False)
             first = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)[:, 0]

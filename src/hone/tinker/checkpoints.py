@@ -1,6 +1,6 @@
 """Checkpoints of a Tinker server, by `tinker://RUN/KIND/NAME`.
 
-DIRECTORY/RUN/KIND/NAME/      KIND: weights (with the optimizer's state) or sampler_weights
+DIRECTORY/RUN/KIND/NAME/      KIND: weights (with the optimizer's state), sampler_weights or external_weights
     checkpoint.json           Checkpoint
     adapter_*                 the adapter in peft's format
     state.safetensors         what a session continues from (weights only)
@@ -18,7 +18,8 @@ from typing import Any
 from hone.run_directory import appearing_directory
 
 SCHEME = "tinker://"
-KINDS = {"weights": "training", "sampler_weights": "sampler"}  # KIND: the SDK's checkpoint_type
+# KIND: the SDK's checkpoint_type
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 DESCRIPTION_FILE = "checkpoint.json"
 # One part of a path: no separator, not hidden, no parent.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+=-]{0,199}")
@@ -31,7 +32,7 @@ class Checkpoint:
 
     Attributes:
         run: id of the training run, for example "a1b2:train:0".
-        kind: "weights" or "sampler_weights".
+        kind: "weights", "sampler_weights" or "external_weights".
         name: for example "step-20".
         base_model: name of the frozen model.
         lora: rank and targets of the adapter.
@@ -158,11 +159,23 @@ def describe_checkpoint(checkpoint: Checkpoint, place: Path) -> dict[str, Any]:
         "checkpoint_type": KINDS[checkpoint.kind],
         "time": as_iso(checkpoint.created),
         "tinker_path": checkpoint.path,
-        "size_bytes": sum(file.stat().st_size for file in place.glob("*") if file.is_file()),
+        "size_bytes": count_bytes(place),
         "public": False,
         "user_metadata": checkpoint.user_metadata,
         "expires_at": None if checkpoint.expires is None else as_iso(checkpoint.expires),
     }
+
+
+def list_files(place: Path) -> list[str]:
+    """Return the names of a checkpoint's own files, without its description."""
+    return sorted(
+        file.name for file in place.glob("*") if file.is_file() and file.name != DESCRIPTION_FILE
+    )
+
+
+def count_bytes(place: Path) -> int:
+    """Return the size of a checkpoint's own files."""
+    return sum((place / name).stat().st_size for name in list_files(place))
 
 
 def wall_clock() -> float:

@@ -76,6 +76,14 @@ class SaveWeights(BaseModel):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(BaseModel):
+    model_id: str
+    path: str
+    seq_id: int | None = None
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class SaveForSampler(BaseModel):
     model_id: str
     seq_id: int | None = None

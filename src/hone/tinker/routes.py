@@ -10,13 +10,20 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import BaseModel
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hone.inference.app import KeyGuard, PageGuard, RequestLimit
 from hone.models.lora import HEAD
-from hone.tinker.checkpoints import Checkpoint, as_iso, describe_checkpoint
+from hone.tinker.checkpoints import (
+    Checkpoint,
+    as_iso,
+    describe_checkpoint,
+    list_files,
+    wall_clock,
+)
+from hone.tinker.download_links import LINK_SECONDS, DownloadLinks
 from hone.tinker.messages import decode_datum, decode_settings, parse_message
 from hone.tinker.promises import Gone
 from hone.tinker.request_bodies import (
@@ -29,6 +36,7 @@ from hone.tinker.request_bodies import (
     OptimStep,
     RetrieveFuture,
     Sample,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
     Ttl,
@@ -37,6 +45,7 @@ from hone.tinker.request_bodies import (
 from hone.tinker.training_runs import ATTENTION, TrainingRun, TrainingRuns, UnknownId
 
 PREFIX = "/api/v1"
+DOWNLOADS = f"{PREFIX}/downloads"
 KEY_PREFIX = "tml-"  # without it the SDK refuses a key
 POLL_SECONDS = 25.0  # how long a request for a result is held open; the SDK gives up after 45
 MOST_PENDING = 8192  # promises; beyond, the SDK is told to wait
@@ -53,11 +62,13 @@ def build_app(runs: TrainingRuns, api_key: str | None = None) -> FastAPI:
     _add_training(app, runs)
     _add_sampling(app, runs)
     _add_checkpoints(app, runs)
+    links = DownloadLinks()
+    _add_downloads(app, runs, links)
     # The last one is asked first: keys, before a body is read.
     app.add_middleware(RequestLimit, most_bytes=lambda: BODY_BYTES)
     if api_key is not None:
         app.add_middleware(KeyGuard, api_key=api_key)
-        app.add_middleware(TinkerKey)
+        app.add_middleware(TinkerKey, api_key=api_key, links=links)
     else:
         app.add_middleware(PageGuard)
 
@@ -70,18 +81,28 @@ def build_app(runs: TrainingRuns, api_key: str | None = None) -> FastAPI:
 
 
 class TinkerKey:
-    """Middleware that turns the SDK's header X-API-Key into a bearer token."""
+    """Middleware that turns the SDK's header X-API-Key, or a signed link, into a bearer token."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, api_key: str, links: DownloadLinks) -> None:
         self.app = app
+        self.api_key = api_key
+        self.links = links
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            if (key := headers.get(b"x-api-key")) is not None and b"authorization" not in headers:
+            key = headers.get(b"x-api-key")
+            if b"authorization" not in headers and self._is_signed(scope):
+                key = self.api_key.encode()
+            if key is not None and b"authorization" not in headers:
                 bearer = b"Bearer " + key.removeprefix(KEY_PREFIX.encode())
                 scope = {**scope, "headers": [*scope["headers"], (b"authorization", bearer)]}
         await self.app(scope, receive, send)
+
+    def _is_signed(self, scope: Scope) -> bool:
+        path = scope["path"]
+        is_download = scope["method"] == "GET" and path.startswith(f"{DOWNLOADS}/")
+        return is_download and self.links.is_valid(path, scope["query_string"].decode("latin-1"))
 
 
 def _refuse(status: int, message: str) -> JSONResponse:
@@ -224,6 +245,11 @@ def _add_training(app: FastAPI, runs: TrainingRuns) -> None:
     _post(app, "optim_step", OptimStep, lambda body: _promised(runs.run_optim_step(body)))
     _post(app, "save_weights", SaveWeights, lambda body: _promised(runs.save_weights(body)))
 
+    def save_external(body: SaveExternal) -> dict[str, Any]:
+        return _promised(runs.save_external(body))
+
+    _post(app, "save_weights_external", SaveExternal, save_external)
+
     def get_info(body: GetInfo) -> dict[str, Any]:
         run = runs.find_run(body.model_id)
         if run.session is None or run.session.lora is None:
@@ -351,3 +377,32 @@ def _add_checkpoints(app: FastAPI, runs: TrainingRuns) -> None:
         }
 
     _post(app, "weights_info", WeightsInfo, get_weights_info)
+
+
+# -------------------------------------------------------------------------------- downloads
+
+
+def _add_downloads(app: FastAPI, runs: TrainingRuns, links: DownloadLinks) -> None:
+    checkpoint = "{run_id}/{kind}/{name}"
+
+    @app.get(
+        f"{PREFIX}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/external_weights_urls"
+    )
+    async def list_urls(run_id: str, kind: str, name: str, request: Request) -> dict[str, Any]:
+        found, place = runs.store.find(f"tinker://{run_id}/{kind}/{name}")
+        if found.kind != "external_weights":
+            raise ValueError(
+                f"{found.path} is not exported; save_weights_external exports a model's weights"
+            )
+        expires = wall_clock() + LINK_SECONDS
+        start = str(request.base_url).rstrip("/")
+        folder = f"{DOWNLOADS}/{run_id}/{kind}/{name}"
+        urls = {file: start + links.sign(f"{folder}/{file}", expires) for file in list_files(place)}
+        return {"urls": urls, "expires": as_iso(expires)}
+
+    @app.get(f"{DOWNLOADS}/{checkpoint}/{{file}}")
+    async def download(run_id: str, kind: str, name: str, file: str) -> Response:
+        found, place = runs.store.find(f"tinker://{run_id}/{kind}/{name}")
+        if found.kind != "external_weights" or file not in list_files(place):
+            raise KeyError(f"there is no exported file {file} of {found.path}")
+        return FileResponse(place / file)

@@ -25,7 +25,7 @@ from hone.session.frozen_base import FrozenBase
 from hone.session.session_data import AdamParams, Datum
 from hone.session.training_session import TrainingSession, copy_adapter
 from hone.tinker.call_order import CallOrder
-from hone.tinker.checkpoints import Checkpoint, CheckpointStore, expiry, wall_clock
+from hone.tinker.checkpoints import Checkpoint, CheckpointStore, count_bytes, expiry, wall_clock
 from hone.tinker.messages import encode_forward_output, encode_samples
 from hone.tinker.promises import Promises, Result
 from hone.tinker.request_bodies import (
@@ -35,6 +35,7 @@ from hone.tinker.request_bodies import (
     LoraSettings,
     OptimStep,
     Sample,
+    SaveExternal,
     SaveForSampler,
     SaveWeights,
 )
@@ -330,6 +331,23 @@ class TrainingRuns:
             return {"path": found.path, "type": "save_weights"}
 
         return self._call_in_order(run, body.seq_id, lambda: self._compute_json(save_state))
+
+    def save_external(self, body: SaveExternal) -> str:
+        """Begin to export the adapter in peft's format, for downloads; return the request id."""
+        run = self.find_run(body.model_id)
+
+        def export_adapter() -> dict[str, Any]:
+            if body.age_encryption_recipients:
+                raise ValueError("age_encryption_recipients: this server does not encrypt files")
+            found = self._describe(run, "external_weights", body.path, body.ttl_seconds, None)
+            tensors = adapter_tensors(_session_of(run).model)
+            self.store.write_checkpoint(
+                found, lambda place: self._write_adapter(run, tensors, place)
+            )
+            size = count_bytes(self.store.locate(found))
+            return {"path": found.path, "size_bytes": size, "type": "save_weights_external"}
+
+        return self._call_in_order(run, body.seq_id, lambda: self._compute_json(export_adapter))
 
     def save_for_sampler(self, body: SaveForSampler) -> str:
         """Begin to save a snapshot to sample from; return the request id."""

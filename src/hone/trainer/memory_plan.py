@@ -97,6 +97,7 @@ def estimate_training(
             tokens,
             itemsize,
             recomputes=config.activation_checkpointing is True,
+            has_reference=config.keeps_reference_copy,
             is_split=rows < config.data.batch_size,
         )
     if isinstance(config, RLConfig):

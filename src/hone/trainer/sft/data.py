@@ -9,7 +9,7 @@ Class `Conversations` holds all data in memory and orders it anew every epoch;
 import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +29,8 @@ LEARNT_FROM = "no message of data.train-on"
 
 class FakeConversations:
     """Random tokens for benchmarks: `count` conversations of seq_len / 4 to seq_len tokens."""
+
+    unit_size = 1
 
     def __init__(self, count: int, seq_len: int, vocab_size: int, seed: int) -> None:
         self.count = count
@@ -87,7 +89,14 @@ class LeftOut:
 
 
 class Renderer:
-    """Tokenize a row's conversation into samples; leave out those longer than `seq_len` tokens."""
+    """Tokenize a row's conversation into samples; leave out those longer than `seq_len` tokens.
+
+    Attributes:
+        unit_size: number of consecutive samples that belong together. They share a row of the batch,
+            and are left out together.
+    """
+
+    unit_size = 1
 
     def __init__(
         self, tokenizer: Tokenizer, seq_len: int, roles: Collection[str], last_only: bool = False
@@ -97,16 +106,21 @@ class Renderer:
         self.roles = roles
         self.last_only = last_only
 
+    def tokenize(self, row: dict[str, Any]) -> list[Conversation]:
+        """Return all samples of a row. Raises ValueError and others if it cannot be rendered."""
+        return self.tokenizer.conversation_ids(
+            to_messages(row), self.roles, self.last_only, **to_tools(row)
+        )
+
     def __call__(self, row: dict[str, Any]) -> Rendered:
         try:
-            every = self.tokenizer.conversation_ids(
-                to_messages(row), self.roles, self.last_only, **to_tools(row)
-            )
+            every = self.tokenize(row)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Rendered([], "cannot be rendered", str(error))
-        sizes = [len(ids) for ids, _ in every]
-        fitting = [one for one, size in zip(every, sizes, strict=True) if size <= self.seq_len]
-        used = [(ids, mask) for ids, mask in fitting if any(mask[1:])]
+        units = split_units(every, self.unit_size)
+        sizes = [sum(len(ids) for ids, _ in unit) for unit in units]
+        fitting = [unit for unit, size in zip(units, sizes, strict=True) if size <= self.seq_len]
+        used = [unit for unit in fitting if all(any(mask[1:]) for _, mask in unit)]
         reason = (
             ""
             if used
@@ -114,7 +128,13 @@ class Renderer:
             if fitting or not every
             else f"longer than {self.seq_len} tokens"
         )
-        return Rendered(used, reason, "", sum(sizes), max(sizes, default=0))
+        samples = [sample for unit in used for sample in unit]
+        return Rendered(samples, reason, "", sum(sizes), max(sizes, default=0))
+
+
+def split_units(samples: Sequence[Conversation], size: int) -> list[Row]:
+    """Split samples into units of `size` consecutive ones."""
+    return [list(samples[i : i + size]) for i in range(0, len(samples), size)]
 
 
 class Conversations:
@@ -127,6 +147,7 @@ class Conversations:
         last_only: how to treat earlier turns that the chat template rewrites, for example by
             dropping their reasoning. True: these turns have no loss; False: additional samples,
             which end with such a turn, show it as it was written.
+        renderer: class that tokenizes a row.
     """
 
     def __init__(
@@ -136,9 +157,11 @@ class Conversations:
         seq_len: int,
         roles: Collection[str] = ("assistant",),
         last_only: bool = False,
+        renderer: type[Renderer] = Renderer,
     ) -> None:
         self.rows = [row for data_set in data_sets for row in data_set]
-        self.render = Renderer(tokenizer, seq_len, roles, last_only)
+        self.render = renderer(tokenizer, seq_len, roles, last_only)
+        self.unit_size = renderer.unit_size
         self.sizes = [len(data_set) for data_set in data_sets]
         self.count = self.read = len(self.rows)
         self.rendered: list[Rendered | None] = [None] * len(self.rows)
@@ -181,9 +204,11 @@ class StreamedConversations:
         seq_len: int,
         roles: Collection[str] = ("assistant",),
         last_only: bool = False,
+        renderer: type[Renderer] = Renderer,
     ) -> None:
         self.sources = sources
-        self.render = Renderer(tokenizer, seq_len, roles, last_only)
+        self.render = renderer(tokenizer, seq_len, roles, last_only)
+        self.unit_size = renderer.unit_size
         self.read = 0
         self.left = LeftOut()
 
@@ -196,8 +221,8 @@ class StreamedConversations:
         """Return how many rows are not used at all, so far."""
         return self.left.counts.total()
 
-    def iterate_conversations(self, config: DataConfig, seed: int) -> Iterator[Conversation]:
-        """Yield samples endlessly, in an order that follows from the seed.
+    def iterate_units(self, config: DataConfig, seed: int) -> Iterator[Row]:
+        """Yield units of samples endlessly, in an order that follows from the seed.
 
         Raises ValueError if a thousand consecutive rows are unusable, or if the share of rows left
         out so far exceeds `data.max_left_out`.
@@ -229,7 +254,7 @@ class StreamedConversations:
                 and self.dropped_count > config.max_left_out * self.read
             ):
                 raise too_many_left_out(self.dropped_count, self.read, self.left, config)
-            yield from rendered.samples
+            yield from split_units(rendered.samples, self.unit_size)
 
 
 STREAM_CHECK = 1000  # rows of a stream after which the share left out is checked
@@ -269,23 +294,24 @@ def iterate_epoch(
         start += size
     if config.shuffle:
         draw.shuffle(order)
-    yield from pack_conversations((conversation for i in order for conversation in data[i]), config)
+    units = (unit for i in order for unit in split_units(data[i], data.unit_size))
+    yield from pack_units(units, config)
 
 
-def pack_conversations(conversations: Iterator[Conversation], config: DataConfig) -> Iterator[Row]:
-    """Pack whole conversations in order into rows of at most `seq_len` tokens; yield the rows.
+def pack_units(units: Iterator[Row], config: DataConfig) -> Iterator[Row]:
+    """Pack whole units of conversations in order into rows of at most `seq_len` tokens; yield the rows.
 
-    With `pack` "stack" each row has one conversation.
+    With `pack` "stack" each row has one unit.
     """
     row: Row = []
     used = 0
-    for conversation in conversations:
-        size = len(conversation[0])
+    for unit in units:
+        size = sum(len(ids) for ids, _ in unit)
         if row and (config.pack == "stack" or used + size > (config.seq_len or UNKNOWN_ROW_TOKENS)):
             yield row
             row = []
             used = 0
-        row.append(conversation)
+        row += unit
         used += size
     if row:
         yield row
@@ -307,7 +333,7 @@ def iterate_steps(
 
 def _iterate_rows(data: Data, config: DataConfig, seed: int, epochs: int | None) -> Iterator[Row]:
     if isinstance(data, StreamedConversations):
-        yield from pack_conversations(data.iterate_conversations(config, seed), config)
+        yield from pack_units(data.iterate_units(config, seed), config)
         return
     number = 0
     while epochs is None or number < epochs:

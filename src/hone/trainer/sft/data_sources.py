@@ -13,20 +13,48 @@ import io
 import json
 import zlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hone.records import Message
 from hone.text.messages import MessageError, drop_nulls
 
-COLUMNS = "`messages`, or `prompt` and `completion`"
 TEXT_FILES = (".jsonl", ".json", ".csv", ".tsv")
 ARROW_FILES = (".parquet", ".arrow")
 READABLE = (
     "a .jsonl, .json, .csv (each also .gz), .parquet or .arrow file, "
     "a folder of datasets' save_to_disk, or a hub id"
 )
-CONVERSATION = ("messages", "prompt", "completion", "tools")  # columns that are rendered
+# Columns that are rendered.
+CONVERSATION = ("messages", "prompt", "completion", "chosen", "rejected", "tools")
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Columns that rows of training data need.
+
+    Attributes:
+        columns: alternatives; a row has all columns of one of them.
+        described: these alternatives in words.
+    """
+
+    columns: tuple[frozenset[str], ...]
+    described: str
+
+    def fits(self, row: dict[str, Any]) -> bool:
+        present = {k for k, value in row.items() if k != "messages" or value is not None}
+        return any(needed <= present for needed in self.columns)
+
+
+CONVERSATIONS = RowFormat(
+    (frozenset({"messages"}), frozenset({"prompt", "completion"})),
+    "`messages`, or `prompt` and `completion`",
+)
+PREFERENCES = RowFormat(
+    (frozenset({"chosen", "rejected"}),),
+    "`chosen` and `rejected`, and `prompt` where these are answers alone",
+)
 
 
 class Source:
@@ -37,9 +65,15 @@ class Source:
     """
 
     def __init__(
-        self, name: str, split: str, streaming: bool = True, key: str = "data.name"
+        self,
+        name: str,
+        split: str,
+        streaming: bool = True,
+        key: str = "data.name",
+        rows: RowFormat = CONVERSATIONS,
     ) -> None:
         self.name = name
+        self.rows = rows
         self.split = split
         self.streaming = streaming
         self.key = key
@@ -59,10 +93,14 @@ class Source:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         number = 0
         for number, row in enumerate(self._iterate_rows(), 1):
-            if row.get("messages") is None and not {"prompt", "completion"} <= set(row):
+            if not self.rows.fits(row):
                 place = "" if number == 1 else f", row {number},"
+                hint = (
+                    "; pairs need the section dpo (--dpo.beta 0.1)" if PREFERENCES.fits(row) else ""
+                )
                 raise ValueError(
-                    f"{self.key}: {self.name}{place} needs the columns {COLUMNS}; it has {', '.join(sorted(row))}"
+                    f"{self.key}: {self.name}{place} needs the columns {self.rows.described}; it has "
+                    f"{', '.join(sorted(row))}{hint}"
                 )
             yield row
         if number == 0:
@@ -99,12 +137,14 @@ class Source:
             ) from None
 
 
-def load_rows(name: str, split: str, key: str = "data.name") -> list[dict[str, Any]]:
+def load_rows(
+    name: str, split: str, key: str = "data.name", rows: RowFormat = CONVERSATIONS
+) -> list[dict[str, Any]]:
     """Return all rows of a data set. Raises ValueError like `Source`.
 
     `key`: the configuration key of the data set.
     """
-    return list(Source(name, split, streaming=False, key=key))
+    return list(Source(name, split, streaming=False, key=key, rows=rows))
 
 
 def without_added_nulls(row: dict[str, Any]) -> dict[str, Any]:
@@ -118,15 +158,13 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     Raises MessageError for invalid JSON.
     """
     if row.get("messages") is not None:
-        return _from_json(row["messages"], "messages")
-    prompt = row["prompt"]
-    completion = row["completion"]
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return messages + (
-        [{"role": "assistant", "content": completion}]
-        if isinstance(completion, str)
-        else list(completion)
-    )
+        return parse_json(row["messages"], "messages")
+    return as_messages(row["prompt"], "user") + as_messages(row["completion"], "assistant")
+
+
+def as_messages(value: Any, role: str) -> list[Message]:
+    """Return messages; text becomes one message of this role."""
+    return [{"role": role, "content": value}] if isinstance(value, str) else list(value)
 
 
 def to_tools(row: dict[str, Any]) -> dict[str, Any]:
@@ -134,15 +172,15 @@ def to_tools(row: dict[str, Any]) -> dict[str, Any]:
 
     Raises MessageError for invalid JSON, or if they are not a list of objects.
     """
-    tools = _from_json(row.get("tools") or None, "tools")
+    tools = parse_json(row.get("tools") or None, "tools")
     if isinstance(tools, list):
-        tools = [_from_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        tools = [parse_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise MessageError(f"tools: a list of tools (objects) is needed, found {tools!r:.80}")
     return {"tools": tools} if tools else {}
 
 
-def _from_json(value: Any, column: str) -> Any:
+def parse_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:

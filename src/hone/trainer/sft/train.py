@@ -1,10 +1,11 @@
 """Supervised fine-tuning.
 
-rows ─ tokenize, pack ─► micro-batches ─ forward, loss on assistant tokens, backward ─► AdamW ─► weights/step_N
+rows ─ tokenize, pack ─► micro-batches ─ forward, loss (objectives.py), backward ─► AdamW ─► weights/step_N
 
 The evaluation on environments is passed in (`launch/run_sft.py`).
 """
 
+import copy
 import logging
 import math
 import runpy
@@ -31,9 +32,8 @@ from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
-from hone.trainer.loss import cross_entropy_sum
 from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
-from hone.trainer.packing import Packed, pack_sequences
+from hone.trainer.packing import Packed
 from hone.trainer.performance import (
     WARM_UP,
     Laps,
@@ -46,14 +46,19 @@ from hone.trainer.performance import (
 from hone.trainer.ranks import ALONE, Ranks
 from hone.trainer.run_session import RunSession, describe_training
 from hone.trainer.sft.data import (
+    Conversation,
     Conversations,
     Data,
     FakeConversations,
+    Renderer,
     Row,
     StreamedConversations,
     iterate_steps,
+    split_units,
 )
-from hone.trainer.sft.data_sources import Source, load_rows
+from hone.trainer.sft.data_sources import CONVERSATIONS, PREFERENCES, Source, load_rows
+from hone.trainer.sft.objectives import CrossEntropy, DirectPreference, Objective
+from hone.trainer.sft.preferences import PreferenceRenderer
 from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, survey_data
 from hone.trainer.sharding import shard_model
 
@@ -61,23 +66,24 @@ DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[LanguageModel, Tokenizer, int], dict[str, float]]  # of a model after a step
 BENCH_STEPS = 10  # steps of --bench
 FAKE_ROWS = 4096
-# What a rank without rows processes.
-NOTHING: list[Row] = [[([0, 0], [False, True])]]
 
 
 def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     trackers.check_trackers(config.wandb, config.tensorboard)
     keep_freed_memory()
     reads: Any = Source if config.data.streaming else load_rows
-    rows = [] if config.data.fake else [reads(name, config.data.split) for name in config.data.name]
-    val_rows = [load_rows(config.val.name, config.val.split, "val.name")] if config.val else []
+    columns = PREFERENCES if config.dpo else CONVERSATIONS
+    names = [] if config.data.fake else config.data.name
+    rows = [reads(name, config.data.split, rows=columns) for name in names]
+    val = config.val
+    val_rows = [load_rows(val.name, val.split, "val.name", columns)] if val else []
     ranks = Ranks.join_ranks(config.ranks_timeout)
     if config.bench:
         return run_bench(config, rows, ranks)
     session = RunSession(config, "sft", "sft", ranks)
-    loaded, optimizer = prepare_model(config, ranks)
+    loaded, optimizer, objective = prepare_model(config, ranks)
     session.begin(loaded, optimizer)
-    trainer = Trainer(config, loaded, optimizer, session.run.bad_steps, ranks)
+    trainer = Trainer(config, loaded, optimizer, objective, session.run.bad_steps, ranks)
     run_steps = partial(train_steps, session, trainer, rows, val_rows, evaluate)
     if ranks.is_first:
         with session.show_heartbeat(), Metrics(session.run.metrics, config) as metrics:
@@ -127,7 +133,7 @@ def train_steps(
             session.max_steps = step
             events.on_last_step(step)
         if config.val and (is_last or step % config.val.interval == 0):
-            values["val/loss"] = trainer.validation_loss(val, val_config)
+            values |= trainer.validate(val, val_config)
         values |= evaluate_if_due(session, trainer, evaluate, events, step)
         events.on_step(step, values)
         if not is_last and session.ranks.any_rank(preemption.is_asked(), trainer.device):
@@ -163,19 +169,29 @@ def evaluate_if_due(
     return values
 
 
-def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer]:
-    """Load the model with its adapter, sharded if configured, and its optimizer."""
+def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer, Objective]:
+    """Load the model with its adapter, sharded if configured, its optimizer, and the objective.
+
+    Call it before a checkpoint is restored: the reference of `dpo` is the initial model.
+    """
     loaded = load_configured(config.model, config.seed, config.lora)
     if config.lora:
         add_lora(loaded.model, config.lora, config.seed)
+    objective: Objective = CrossEntropy()
+    if config.dpo:
+        reference = None
+        if config.keeps_reference_copy:
+            reference = copy.deepcopy(loaded.model).requires_grad_(False)
+            shard_model(reference, ranks, config.sharding)
+        objective = DirectPreference(config.dpo, reference)
     shard_model(loaded.model, ranks, config.sharding)
-    return loaded, Optimizer(loaded.model, config.optim, ranks)
+    return loaded, Optimizer(loaded.model, config.optim, ranks), objective
 
 
 def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     """Print where the time of a step goes; write nothing."""
-    loaded, optimizer = prepare_model(config, ranks)
-    trainer = Trainer(config, loaded, optimizer, Path("bad_steps"), ranks)
+    loaded, optimizer, objective = prepare_model(config, ranks)
+    trainer = Trainer(config, loaded, optimizer, objective, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
     trainer.plan_micro_batches()
     data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
@@ -198,12 +214,17 @@ class Trainer:
         config: SFTConfig,
         loaded: Loaded,
         optimizer: Optimizer,
+        objective: Objective,
         bad_steps: Path,
         ranks: Ranks = ALONE,
     ) -> None:
-        config = resolve_lr(config, loaded.model.spec.parameter_count(), is_rl=False)
+        # Preferences, like rewards, need smaller steps than text that is imitated.
+        has_small_steps = config.dpo is not None
+        config = resolve_lr(config, loaded.model.spec.parameter_count(), is_rl=has_small_steps)
         self.config = config
         self.loaded = loaded
+        self.objective = objective
+        self.renderer: type[Renderer] = PreferenceRenderer if config.dpo else Renderer
         self.bad_steps = bad_steps
         self.ranks = ranks
         self.model = loaded.model
@@ -237,7 +258,9 @@ class Trainer:
         config = self.config.data
         last_only = config.rewritten_turns == "last"
         most = self.max_conversation_tokens
-        val = Conversations(rows, self.loaded.tokenizer, most, config.train_on, last_only)
+        val = Conversations(
+            rows, self.loaded.tokenizer, most, config.train_on, last_only, self.renderer
+        )
         if rows:
             survey_data(val, config, "val.name", self.log_data_line)
         return val
@@ -259,7 +282,12 @@ class Trainer:
         kind: Any = StreamedConversations if config.streaming else Conversations
         most = self.max_conversation_tokens if config.seq_len else self.max_positions
         data: Conversations | StreamedConversations = kind(
-            rows, tokenizer, most, config.train_on, config.rewritten_turns == "last"
+            rows,
+            tokenizer,
+            most,
+            config.train_on,
+            config.rewritten_turns == "last",
+            self.renderer,
         )
         if config.seq_len is None:
             if isinstance(data, Conversations):
@@ -302,26 +330,28 @@ class Trainer:
     ) -> dict[str, float]:
         """Take one optimizer step and return its metrics.
 
-        The loss is the mean over all targets of the step, whatever the split into micro-batches and
-        ranks.
+        The loss is the mean over all units (targets, or pairs) of the step, whatever the split into
+        micro-batches and ranks.
         """
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
         rows = next(batches)
-        targets = sum(sum(mask[1:]) for row in rows for _, mask in row)
+        units = self.objective.count_units(flatten(rows))
         mine = self.ranks.own_share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
-        loss = torch.zeros((), device=self.device)
+        sums = torch.zeros(1 + len(self.objective.metrics), device=self.device)
         flops = 0.0
         parts = self._split_micro_batches(mine)
         for part in parts:
-            micro = self._pack_rows(part or NOTHING)
-            flops += 3 * micro.count_flops(self.model.spec)
+            micro = self._pack_rows(part)
+            flops += self.objective.passes * micro.count_flops(self.model.spec)
             self.laps("data")
-            total = cross_entropy_sum(micro, self.model) / (targets if part else math.inf)
+            total, metrics = self.objective.sum_losses(micro, self.model)
+            divisor = units if part else math.inf
+            total = total / divisor
             self.laps("forward")
             total.backward()
-            loss += total.detach()
+            sums += torch.cat((total.detach()[None], metrics / divisor))
             self.laps("backward")
             if len(parts) > 1:
                 self.optimizer.accumulate_gradients()
@@ -330,11 +360,12 @@ class Trainer:
         self.laps("optimizer")
         is_bad = self.optimizer.is_bad(grad_norm)
         if is_bad:
-            self._handle_bad_step(step, grad_norm, rows, targets)
+            self._handle_bad_step(step, grad_norm, rows, units)
         seconds = time.perf_counter() - start
         used = model_flops_utilization(flops / seconds, self.device)
+        names = ("loss/mean", *self.objective.metrics)
         return {
-            "loss/mean": float(self.ranks.sum_over_ranks(loss)),
+            **dict(zip(names, self.ranks.sum_over_ranks(sums).tolist(), strict=True)),
             "optim/lr": lr,
             "optim/grad_norm": grad_norm,
             "optim/skipped": float(is_bad),
@@ -347,14 +378,15 @@ class Trainer:
             **({} if used is None else {"perf/mfu": used}),
         }
 
-    def _handle_bad_step(self, step: int, grad_norm: float, rows: list[Row], targets: int) -> None:
-        flat = [conversation for row in rows for conversation in row]
+    def _handle_bad_step(self, step: int, grad_norm: float, rows: list[Row], units: int) -> None:
+        flat = split_units(flatten(rows), self.renderer.unit_size)
 
         def backward_alone(i: int) -> None:
-            (cross_entropy_sum(self._pack_rows([[flat[i]]]), self.model) / targets).backward()
+            total, _ = self.objective.sum_losses(self._pack_rows([flat[i]]), self.model)
+            (total / units).backward()
 
         def describe(i: int) -> dict[str, Any]:
-            return dict(zip(("ids", "mask"), flat[i], strict=True))
+            return dict(zip(("ids", "mask"), flat[i][0], strict=True))
 
         sequences = Sequences(len(flat), backward_alone, describe)
         policy = BadStepPolicy(self.bad_steps, self.config.on_bad_step)
@@ -369,24 +401,27 @@ class Trainer:
         return parts
 
     @torch.no_grad()
-    def validation_loss(self, data: Conversations, config: DataConfig) -> float:
-        """Return the mean loss over the targets of the validation data."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)  # of losses, of targets
+    def validate(self, data: Conversations, config: DataConfig) -> dict[str, float]:
+        """Return the mean loss, and means of the objective's metrics, over the validation data."""
+        count = 1 + len(self.objective.metrics)
+        sums = torch.zeros(1 + count, dtype=torch.float64, device=self.device)  # units first
         for rows in iterate_steps(data, config, seed=0, epochs=1):
             for part in self._split_micro_batches(rows[self.ranks.rank :: self.ranks.count]):
-                micro = self._pack_rows(part or NOTHING)
-                found = torch.tensor(
-                    [float(cross_entropy_sum(micro, self.model)), len(micro.targets_N)]
-                ).to(sums)
-                sums += found if part else 0.0
-        total, targets = self.ranks.sum_over_ranks(sums).tolist()
-        return total / targets
+                found = self.objective.sum_losses(self._pack_rows(part), self.model)
+                if part:
+                    sums[0] += self.objective.count_units(flatten(part))
+                    sums[1:] += torch.cat((found[0][None], found[1]))
+        units, *totals = self.ranks.sum_over_ranks(sums).tolist()
+        names = ("loss", *self.objective.metrics)
+        return {f"val/{k}": total / units for k, total in zip(names, totals, strict=True)}
 
     def _pack_rows(self, rows: list[Row]) -> Packed:
-        conversations = [conversation for row in rows for conversation in row]
-        return pack_sequences(
-            [ids for ids, _ in conversations], [mask for _, mask in conversations], self.device
-        )
+        """Pack rows into a micro-batch; without rows, sequences that count for nothing."""
+        return self.objective.pack(flatten(rows) or self.objective.nothing, self.device)
+
+
+def flatten(rows: list[Row]) -> list[Conversation]:
+    return [conversation for row in rows for conversation in row]
 
 
 if __name__ == "__main__":
