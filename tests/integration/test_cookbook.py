@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.hangs import HANG_SECONDS
 from tests.integration.test_tinker import Server
 
 pytestmark = pytest.mark.cookbook
+LOCAL_DATA = Path(__file__).parent / "local_data_recipe.py"
 PYTHON = os.environ.get("COOKBOOK_PYTHON", "")
 RECIPES = {
     "math_rl.train": "env=arithmetic loss_fn=importance_sampling group_size=4 groups_per_batch=8",
@@ -30,22 +32,11 @@ def server(tmp_path_factory):
     opened.close()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_as_published(server, tmp_path, recipe):
-    package = subprocess.run(
-        [PYTHON, "-c", "import tinker_cookbook as t; print(t.__path__[0])"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=HANG_SECONDS,
-    ).stdout.strip()
-    data = Path(package) / "example_data" / "conversations.jsonl"
-    words = [PYTHON, "-m", f"tinker_cookbook.recipes.{recipe}"]
-    words += RECIPES[recipe].format(data=data).split()
-    words += [f"model_name={server.base}", "renderer_name=role_colon", "max_steps=2"]
-    words += [f"log_path={tmp_path / 'log'}", "behavior_if_log_dir_exists=delete"]
+def run_recipe(server, tmp_path, words):
+    """Run a recipe to its end; return the rows of its metrics."""
+    log_path = tmp_path / "log"
     done = subprocess.run(
-        words,
+        [PYTHON, *words, f"model_name={server.base}", f"log_path={log_path}"],
         env=os.environ
         | {
             "TINKER_BASE_URL": server.url,
@@ -59,8 +50,68 @@ def test_a_recipe_runs_as_published(server, tmp_path, recipe):
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    rows = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").open()]
+    return [json.loads(line) for line in (log_path / "metrics.jsonl").open()]
+
+
+def values_of(rows, key):
+    return [row[key] for row in rows if key in row]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_as_published(server, tmp_path, recipe):
+    package = subprocess.run(
+        [PYTHON, "-c", "import tinker_cookbook as t; print(t.__path__[0])"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=HANG_SECONDS,
+    ).stdout.strip()
+    data = Path(package) / "example_data" / "conversations.jsonl"
+    words = ["-m", f"tinker_cookbook.recipes.{recipe}"]
+    words += RECIPES[recipe].format(data=data).split()
+    words += ["renderer_name=role_colon", "max_steps=2", "behavior_if_log_dir_exists=delete"]
+    rows = run_recipe(server, tmp_path, words)
     assert len(rows) >= 2
     differences = [row[key] for row in rows for key in row if key.startswith("optim/kl_sample")]
     assert len(differences) >= (4 if "_rl" in recipe else 0)
     assert max(map(abs, differences), default=0.0) < 1e-6, differences
+
+
+def test_loops_and_distillation_learn_on_local_data(server, tmp_path):
+    """sl_loop learns to answer 1 or 2, rl_loop from there that it is 1; it teaches the former."""
+    loop, student = tmp_path / "loop", tmp_path / "student"
+    loop.mkdir()
+    student.mkdir()
+    words = [LOCAL_DATA, "sl_loop", "batch_size=16", "learning_rate=1e-2", "lora_rank=16"]
+    losses = values_of(run_recipe(server, loop, [*words, "max_length=1024"]), "train_mean_nll")
+    assert losses[-1] < 0.25 * losses[0]
+    supervised = start_anew(loop / "log")
+    words = [LOCAL_DATA, "rl_loop", "batch_size=8", "group_size=8", "max_tokens=24"]
+    words += ["learning_rate=3e-4", "loss_fn=importance_sampling", "lora_rank=16"]
+    rewards = values_of(run_recipe(server, loop, words), "reward/total")
+    assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.25
+    taught = start_anew(loop / "log")
+    words = [LOCAL_DATA, "distillation.on_policy_distillation", "dataset=deepmath"]
+    words += [f"teacher_model={server.base}", f"teacher_checkpoint={taught['sampler_path']}"]
+    words += [f"load_checkpoint_path={supervised['state_path']}", "renderer_name=role_colon"]
+    words += ["group_size=4", "groups_per_batch=8", "max_tokens=24", "learning_rate=1e-3"]
+    rows = run_recipe(server, student, [*words, "lora_rank=16", "eval_every=0"])
+    distances = values_of(rows, "teacher_kl")
+    assert mean(distances[-4:]) < 0.6 * mean(distances[:4])
+
+
+def start_anew(log_path):
+    """Return the last checkpoint of a loop, from which a further run then begins at batch 0."""
+    file = log_path / "checkpoints.jsonl"
+    *_, last = map(json.loads, file.read_text().splitlines())
+    file.write_text(json.dumps({**last, "batch": 0}) + "\n")
+    return last
+
+
+def test_preferences_are_learned_by_the_dpo_recipe(server, tmp_path):
+    words = [LOCAL_DATA, "preference.dpo.train", "dataset=hhh", "renderer_name=role_colon"]
+    words += ["batch_size=8", "learning_rate=1e-3", "max_length=512"]
+    rows = run_recipe(server, tmp_path, words)
+    losses = values_of(rows, "dpo_loss")
+    assert losses[0] == pytest.approx(0.6931, abs=1e-3) and losses[-1] < 0.5
+    assert values_of(rows, "accuracy")[-1] > 0.9
