@@ -6,6 +6,7 @@ Only what cannot be reached is replaced: `datasets.load_dataset`, and the table 
 for each published model.
 """
 
+import os
 import random
 import runpy
 import string
@@ -17,12 +18,15 @@ from tinker_cookbook import model_info
 QUESTIONS = [f"How many of {i}?" for i in range(128)]
 
 
+ANSWERS = os.environ.get("LOCAL_ANSWERS", "12")
+
+
 def make_conversation(draw: random.Random) -> dict:
-    """Return questions of any length, each answered with 1 or 2 in a box."""
+    """Return questions of any length, each answered with one of ANSWERS in a box."""
     messages = []
     for _ in range(draw.randint(1, 3)):
         question = "".join(draw.choices(string.printable, k=draw.randint(10, 300)))
-        answer = f"\\boxed{{{draw.randint(1, 2)}}}"
+        answer = f"\\boxed{{{draw.choice(ANSWERS)}}}"
         messages += [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
