@@ -27,6 +27,7 @@ TRIED = {
     "exact.md": "here",
     "inference.md": "here; with vLLM in test_samplers.py",
     "models.md": "test_hf_model_commands.py",
+    "preferences.md": "here",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
     "session.md": "here",
     "services.md": "test_seed_commands.py, test_nodes.py",
@@ -260,3 +261,16 @@ def test_the_tinker_page(place, port_8000, started):
     *losses, sampled = done.stdout.splitlines()
     assert len(losses) == 5 and float(losses[-1]) < float(losses[0])
     assert len(json.loads(sampled)) <= 8
+
+
+def test_the_page_of_preference_pairs(place):
+    """Its command, on the rows that the page shows."""
+    (place / "MODEL").symlink_to(MODEL)
+    (line,) = commands_of("preferences.md")
+    page = (ROOT / "docs" / "preferences.md").read_text()
+    (rows,) = re.findall(r"^```jsonl\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    (place / "PAIRS.jsonl").write_text(rows)
+    command(*line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:], cwd=place)
+    (row,) = map(json.loads, (place / "outputs/dpo/metrics_sft.jsonl").open())
+    named = re.findall(r"`((?:rewards|logps)/\w+)`", page)
+    assert len(named) == 6 and all(name in row for name in named)
