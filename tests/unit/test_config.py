@@ -1,15 +1,25 @@
 """Configuration: files, overrides, precedence, and the words for mistakes."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from hone import machine
-from hone.config.base import ConfigError, Typed, find_differences, load_config, merge_tables
+from hone.config.base import (
+    ConfigError,
+    Typed,
+    find_differences,
+    load_config,
+    merge_tables,
+    section_types,
+)
 from hone.config.command_table import COMMANDS, import_object
 from hone.config.help import help_text, reference_table, to_toml
 from hone.config.inference_config import InferenceConfig
@@ -182,6 +192,29 @@ def test_every_key_is_documented(cls):
     assert len(keys) > 10
     for i in keys:
         assert lines[i + 1].startswith("      "), f"no words for {lines[i]}"
+
+
+def list_fields(cls):
+    """Yield the fields of a configuration, and of its sections, whose values are lists."""
+    for name, field in cls.model_fields.items():
+        yield from (
+            one for section in section_types(field.annotation) for one in list_fields(section)
+        )
+        if not section_types(field.annotation) and "list[" in str(field.annotation):
+            yield name, field
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_list_of_values_may_be_given_as_one_value(command):
+    for name, field in list_fields(import_object(COMMANDS[command][0])):
+        kind = TypeAdapter(Annotated[field.annotation, "a field", *field.metadata])
+        tried = []
+        for value in ("a", 3, 0.5, "assistant", "q_proj", "lm_head", "http://h:1", "wandb"):
+            with contextlib.suppress(ValidationError):
+                wanted = kind.validate_python([value])
+                assert kind.validate_python(value) == wanted, name
+                tried.append(value)
+        assert tried or "tuple[" in str(field.annotation), f"no value for {name}"
 
 
 def test_defaults_are_those_of_the_command():

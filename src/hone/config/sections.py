@@ -423,7 +423,7 @@ class ServeConfig(BackendConfig, EngineConfig):
     from the environment variable HONE_CLIENT_KEY."""
     engine_apart: bool | None = None
     """Sample in a process of its own, which answering requests takes no time from; by default on a GPU."""
-    allowed_dirs: Free[list[Path] | None] = None
+    allowed_dirs: Free[Annotated[list[Path], BeforeValidator(as_list)] | None] = None
     """Directories, with all that is in them, that new weights and adapters may be read from by the control routes. By
     default the working directory, the one that the environment variable OUTPUT_DIR names, and the one that the model's
     directory is in; `rl` gives its servers its output_dir."""

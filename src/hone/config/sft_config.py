@@ -28,7 +28,7 @@ class DataConfig(Config):
     """Training data: a hub id, a .jsonl, .json, .csv, .parquet or .arrow file, a folder that `save_to_disk` of datasets
     wrote, or a list of them. Rows have `messages`, or `prompt` and `completion`; with the section dpo they have
     `chosen` and `rejected`, and `prompt` where these are answers alone."""
-    weights: list[Annotated[float, Field(gt=0)]] | None = None
+    weights: Annotated[list[Annotated[float, Field(gt=0)]], BeforeValidator(as_list)] | None = None
     """How often each data set is used in an epoch, one number per data set: 2 uses every row twice, 0.5 a random half
     of the rows, drawn anew in each epoch."""
     fake: bool = False

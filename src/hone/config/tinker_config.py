@@ -1,16 +1,23 @@
 """Configuration of `hone tinker`."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from hone.config.sections import DEFAULT_MODEL, EngineConfig, ModelConfig, Positive, ServerConfig
+from hone.config.sections import (
+    DEFAULT_MODEL,
+    EngineConfig,
+    ModelConfig,
+    Positive,
+    ServerConfig,
+    as_list,
+)
 
 
 class TinkerConfig(EngineConfig):
     model: ModelConfig = ModelConfig(name=DEFAULT_MODEL)
-    served_names: list[str] = Field(default=[])
+    served_names: Annotated[list[str], BeforeValidator(as_list)] = Field(default=[])
     """Further names by which clients may ask for the model, such as Qwen/Qwen3-8B for a directory."""
     directory: Path = Path("outputs/tinker")
     """Directory of the checkpoints that clients save, which outlive the server."""

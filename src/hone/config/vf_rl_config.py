@@ -116,7 +116,9 @@ class RLTrainerArgs(Config):
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapters' inputs that is set to zero at random while training."""
     lora_target_modules: (
-        Literal["all-linear"] | Annotated[list[Target], Field(min_length=1)] | None
+        Literal["all-linear"]
+        | Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)]
+        | None
     ) = None
     """Linear layers that get an adapter; all of the blocks unless given, which "all-linear" says too."""
     lora_modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] | None = None
