@@ -352,6 +352,11 @@ def test_preferences_are_learned_in_rows_of_pairs_and_resumed(lora, tmp_path):
     split = metrics(tmp_path / "split", "metrics_sft.jsonl")
     for name in ("loss/mean", "rewards/margins", "logps/rejected"):
         assert split[2][name] == pytest.approx(rows[2][name], rel=1e-3)
+    # Both answers of a pair are written where its gradient is too large.
+    words += [tmp_path / "bad", "--max-steps", 1, "--optim.skip-norm", 1e-6]
+    command(*words, "--on-bad-step", "skip")
+    worst = json.loads((tmp_path / "bad/bad_steps/step_1.jsonl").read_text().splitlines()[0])
+    assert len(worst["ids"]) == len(worst["mask"]) and worst["ids"] != worst["rejected_ids"]
 
 
 @pytest.mark.parametrize("base_bits", [16, 8])

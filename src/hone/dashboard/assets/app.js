@@ -144,6 +144,9 @@ const RL = [
 ];
 const SFT = [
   { title: "Loss", lines: [["loss/mean", "training"], ["val/loss", "held out"]] },
+  { title: "Pairs with the chosen answer ahead", lines: [["rewards/accuracies", "training"], ["val/rewards/accuracies", "held out"]], percent: true },
+  { title: "Margin of the chosen answer", lines: [["rewards/margins", "training"], ["val/rewards/margins", "held out"]] },
+  { title: "Rewards of the answers", lines: [["rewards/chosen", "chosen"], ["rewards/rejected", "rejected"]] },
   { title: "Learning rate", lines: [["optim/lr", "rate"]] },
   { title: "Norm of the gradient", lines: [["optim/grad_norm", "norm"]] },
   { title: "Tokens a second", lines: [["perf/throughput", "trained"]] },

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -386,7 +386,8 @@ class Trainer:
             (total / units).backward()
 
         def describe(i: int) -> dict[str, Any]:
-            return dict(zip(("ids", "mask"), flat[i][0], strict=True))
+            names = ("ids", "mask", "rejected_ids", "rejected_mask")
+            return dict(zip(names, chain.from_iterable(flat[i]), strict=False))
 
         sequences = Sequences(len(flat), backward_alone, describe)
         policy = BadStepPolicy(self.bad_steps, self.config.on_bad_step)
