@@ -3,6 +3,7 @@
 python scripts/site.py
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,23 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / ".site" / "pages"
+HTML = ROOT / ".site" / "html"
+PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.) ", re.MULTILINE)
+
+
+def find_broken_lists(directory: Path) -> list[str]:
+    """Return the paragraphs of built pages that contain list items as running text.
+
+    Markdown needs a blank line between a paragraph, or a code block, and a list.
+    """
+    found = []
+    for page in sorted(directory.rglob("*.html")):
+        for paragraph in PARAGRAPH.findall(page.read_text()):
+            if ITEM.search(paragraph):
+                text = " ".join(re.sub("<.*?>", "", paragraph).split())
+                found.append(f"{page.relative_to(directory)}: {text[:80]}")
+    return found
 
 
 def main() -> int:
@@ -21,9 +39,12 @@ def main() -> int:
             target = PAGES / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file", ROOT / "mkdocs.yml"]
-    ).returncode
+    words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file"]
+    if code := subprocess.run([*words, ROOT / "mkdocs.yml"]).returncode:
+        return code
+    for line in (broken := find_broken_lists(HTML)):
+        print(f"a list without a blank line before it: {line}", file=sys.stderr)
+    return int(bool(broken))
 
 
 if __name__ == "__main__":
