@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import hone
+from hone.trainer.sft.data_sources import to_messages
 from tests.hangs import HANG_SECONDS
 from tests.integration.conftest import BIN, ROOT, answers, at_a_shell, command, until
 
@@ -21,19 +22,22 @@ TEXTS = """ -a '{"texts": "generated", "min_chars": 4, "max_chars": 8}'"""  # wh
 # Pages with commands, and what tries them.
 TRIED = {
     "algorithms.md": "here",
+    "checkpoints.md": "here",
     "dashboard.md": "here",
     "environments.md": "here",
     "evaluation.md": "here",
     "exact.md": "here",
     "inference.md": "here; with vLLM in test_samplers.py",
+    "lora.md": "here",
     "models.md": "test_hf_model_commands.py",
     "preferences.md": "here",
     "nodes.md": "test_seed_commands.py, test_nodes.py",
+    "rl.md": "here",
     "session.md": "here",
     "services.md": "test_seed_commands.py, test_nodes.py",
+    "sft.md": "here",
     "slurm.md": "test_slurm.py",
     "tinker.md": "here",
-    "training.md": "here",
     "tutorial.md": "test_tutorial.py",
 }
 
@@ -221,20 +225,30 @@ def test_the_page_on_exact_numerics(served):
         )
 
 
-def test_the_training_page(tmp_path):
-    sft, rl = commands_of("training.md")
+def test_the_pages_of_training(tmp_path):
+    """SFT, RL, LoRA, checkpoints: one after the other, with fewer steps."""
+    (sft,) = commands_of("sft.md")
+    page = (ROOT / "docs" / "sft.md").read_text()
+    (rows,) = re.findall(r"^```jsonl\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    first, *others = [to_messages(json.loads(row)) for row in rows.splitlines()]
+    assert len(first) == 2 and others == [first] * 2
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     typed(
         "python -m reverse_text --out outputs/data/sft.jsonl -n 200 --min-chars 12 --max-chars 20",
         tmp_path,
     )
     typed(f"WANDB_MODE=offline {sft} --max-steps 3", tmp_path)
-    typed(
-        rl.replace("step_350", "step_3") + " --max-steps 2 --orchestrator.batch-size 32", tmp_path
-    )
-    assert (tmp_path / "outputs/weights/step_2").exists() and list(
-        (tmp_path / "outputs/wandb").glob("offline-run-*")
-    )
+    assert list((tmp_path / "outputs/wandb").glob("offline-run-*"))
+    (rl,), (lora,), (begin, go_on) = map(commands_of, ("rl.md", "lora.md", "checkpoints.md"))
+    for line, steps in ((rl, 2), (lora, 1), (begin, 5), (go_on, 6)):
+        words = f" --max-steps {steps} --orchestrator.batch-size 32"
+        typed(line.replace("step_350", "step_3") + words, tmp_path)
+    outputs = tmp_path / "outputs"
+    assert (outputs / "weights/step_2").exists()
+    assert (outputs / "lora/weights/step_1/lora_adapters/adapter_config.json").exists()
+    assert (outputs / "run/checkpoints/step_5").exists() and (
+        outputs / "run/weights/step_6"
+    ).exists()
 
 
 def test_the_tinker_page(place, port_8000, started):
