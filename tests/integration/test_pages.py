@@ -244,11 +244,26 @@ def test_the_pages_of_training(tmp_path):
         words = f" --max-steps {steps} --orchestrator.batch-size 32"
         typed(line.replace("step_350", "step_3") + words, tmp_path)
     outputs = tmp_path / "outputs"
+    check_metrics_are_documented(outputs / "metrics.jsonl")
+    check_metrics_are_documented(outputs / "metrics_sft.jsonl")
     assert (outputs / "weights/step_2").exists()
     assert (outputs / "lora/weights/step_1/lora_adapters/adapter_config.json").exists()
     assert (outputs / "run/checkpoints/step_5").exists() and (
         outputs / "run/weights/step_6"
     ).exists()
+
+
+def check_metrics_are_documented(file):
+    """Each key of a run is on the page of metrics, or has its name before /mean and its like there."""
+    named = set(re.findall(r"`([\w/]+)`", (ROOT / "docs" / "metrics.md").read_text()))
+    named |= {"rewards/" + name for name in ("accuracies", "margins", "chosen", "rejected")}
+    for key in {key for line in file.open() for key in json.loads(line)}:
+        general = re.sub(r"^(reward|eval)/reverse-text", r"\1/ENV", key)
+        general = re.sub(r"^metrics/.*", "metrics/ENV/NAME", general)
+        general = re.sub(r"^(failures|tokens/dropped)/.*", r"\1/CAUSE", general)
+        general = re.sub(r"^(eval/ENV)/(?!failed|reward).*", r"\1/NAME", general)
+        found = {general, re.sub(r"/(mean|median|std|min|max)$", "", general)}
+        assert found & named, f"{key} is not on the page of metrics"
 
 
 def test_the_tinker_page(place, port_8000, started):
