@@ -1,13 +1,14 @@
 """Recipes of Tinker's cookbook, unchanged, against `hone tinker` on this machine.
 
-    python benchmarks/tinker_cookbook.py --python COOKBOOK/bin/python [--model DIR] [group_size=8 …]
+    python benchmarks/tinker_cookbook.py --python COOKBOOK/bin/python [--model DIR] [group_size=8 …] [--then SETTING …]
 
 COOKBOOK is a virtual environment with tinker 0.38.0 and tinker_cookbook 0.6.1 (docs/tinker.md).
 
 Without --model, a base model of 0.6M parameters is made first: it is trained on sums in the form of the recipe's
-prompts until about half of its answers are right. math_rl then trains an adapter on sums up to 100 + 100 by RL. Ends
-with the share of right answers at first and at last, and the largest difference between the sampler's and the
-trainer's log-probabilities.
+prompts until about half of its answers are right. math_rl then trains an adapter on sums up to 100 + 100 by RL. The
+recipe has no schedule of the learning rate; with --then it runs once more from the state that it saved, with these
+settings instead. Ends with the share of right answers at first and at last, and the largest difference between the
+sampler's and the trainer's log-probabilities.
 """
 
 import argparse
@@ -83,18 +84,24 @@ def train_base(directory: Path, max_steps: int) -> float:
 
 
 def run_recipe(args: argparse.Namespace, model: Path, work: Path) -> list[dict]:
-    """Serve the model and run the recipe; return the rows of its metrics."""
+    """Serve the model and run the recipe, once or twice; return the rows of its metrics."""
+    rows = []
     with serve_tinker(model, work) as environment:
-        words = [*RECIPES[args.recipe], f"model_name={model}", "renderer_name=role_colon"]
-        words += [f"log_path={work / 'log'}", "behavior_if_log_dir_exists=delete"]
-        command = [args.python, "-m", *words, *args.settings]
-        with (work / "recipe.log").open("w") as log:
-            done = subprocess.run(command, env=environment, stdout=log, stderr=log, cwd=work)
-        if done.returncode:
-            sys.exit(
-                f"tinker_cookbook: the recipe failed\n{(work / 'recipe.log').read_text()[-3000:]}"
-            )
-    return [json.loads(line) for line in (work / "log" / "metrics.jsonl").open()]
+        state: list[str] = []
+        for number, settings in enumerate([args.settings] + [args.then] * bool(args.then)):
+            log_path = work / f"log_{number}"
+            words = [*RECIPES[args.recipe], f"model_name={model}", "renderer_name=role_colon"]
+            words += [f"log_path={log_path}", "behavior_if_log_dir_exists=delete", *state]
+            output = work / "recipe.log"
+            with output.open("w") as log:
+                command = [args.python, "-m", *words, *settings]
+                done = subprocess.run(command, env=environment, stdout=log, stderr=log, cwd=work)
+            if done.returncode:
+                sys.exit(f"tinker_cookbook: the recipe failed\n{output.read_text()[-3000:]}")
+            rows += [json.loads(line) for line in (log_path / "metrics.jsonl").open()]
+            *_, last = map(json.loads, (log_path / "checkpoints.jsonl").open())
+            state = [f"load_checkpoint_path={last['state_path']}"]
+    return rows
 
 
 def main() -> None:
@@ -105,6 +112,9 @@ def main() -> None:
     parser.add_argument("--recipe", default="math_rl", choices=RECIPES)
     parser.add_argument("--model", type=Path, help="model directory; else one is made")
     parser.add_argument("--base-steps", type=int, default=3000)
+    parser.add_argument(
+        "--then", nargs="*", help="settings of a second run, from the first's state"
+    )
     parser.add_argument("settings", nargs="*", help="settings of the recipe, such as group_size=8")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tinker_cookbook") as directory:
