@@ -53,6 +53,13 @@ def commands_of(page):
     return [line.split(" #")[0].strip() for line in lines if line.strip()]
 
 
+def rows_of(page):
+    """The rows of data that a page shows."""
+    text = (ROOT / "docs" / page).read_text()
+    (rows,) = re.findall(r"^```jsonl\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return rows
+
+
 @pytest.mark.main_path
 def test_all_pages_with_commands_are_tried():
     assert {path.name for path in (ROOT / "docs").glob("*.md") if scripts_of(path.name)} == set(
@@ -228,9 +235,7 @@ def test_the_page_on_exact_numerics(served):
 def test_the_pages_of_training(tmp_path):
     """SFT, RL, LoRA, checkpoints: one after the other, with fewer steps."""
     (sft,) = commands_of("sft.md")
-    page = (ROOT / "docs" / "sft.md").read_text()
-    (rows,) = re.findall(r"^```jsonl\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    first, *others = [to_messages(json.loads(row)) for row in rows.splitlines()]
+    first, *others = [to_messages(json.loads(row)) for row in rows_of("sft.md").splitlines()]
     assert len(first) == 2 and others == [first] * 2
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     typed(
@@ -297,8 +302,7 @@ def test_the_page_of_preference_pairs(place):
     (place / "MODEL").symlink_to(MODEL)
     (line,) = commands_of("preferences.md")
     page = (ROOT / "docs" / "preferences.md").read_text()
-    (rows,) = re.findall(r"^```jsonl\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    (place / "PAIRS.jsonl").write_text(rows)
+    (place / "PAIRS.jsonl").write_text(rows_of("preferences.md"))
     command(*line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:], cwd=place)
     (row,) = map(json.loads, (place / "outputs/dpo/metrics_sft.jsonl").open())
     named = re.findall(r"`((?:rewards|logps)/\w+)`", page)

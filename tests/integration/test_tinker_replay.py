@@ -27,7 +27,7 @@ def server(tmp_path):
     opened.close()
 
 
-def send(server, call, ids):
+def send_call(server, call, ids):
     """Send a recorded call with the ids that this server gave; return its answer."""
 
     def with_ids(content):
@@ -100,7 +100,7 @@ def test_recorded_calls_are_answered_as_they_were(server, tmp_path):
         if b'"try_again"' in recorded:
             continue
         place = f"call {number}, {call['path']}"
-        answer = send(server, call, ids)
+        answer = send_call(server, call, ids)
         assert answer.status_code == call["status"], place
         assert answer.headers.get("content-type", "") == call["answer_type"], place
         kinds.add(call["path"].rpartition("/")[2])

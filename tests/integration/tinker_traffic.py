@@ -57,7 +57,7 @@ def start_proxy(target: str, calls: list[dict]) -> ThreadingHTTPServer:
     return server
 
 
-def drive(url: str) -> None:
+def make_calls(url: str) -> None:
     """Make each kind of call once or twice, as recipes do."""
     import tinker
     from tinker import types
@@ -104,7 +104,7 @@ def main() -> None:
         server = Server(Path(directory), "--served-names", NAME)
         try:
             proxy = start_proxy(server.url, calls)
-            drive(f"http://127.0.0.1:{proxy.server_port}")
+            make_calls(f"http://127.0.0.1:{proxy.server_port}")
             proxy.shutdown()
         finally:
             server.close()

@@ -198,7 +198,7 @@ def test_loss_and_gradient_are_those_of_single_sequences(keys, is_adapter, model
     pairs = [render(pair(i)).samples for i in range(5)]
     objective = DirectPreference(config, None if is_adapter else reference)
     conversations = [one for two in pairs for one in two]
-    packed = objective.pack(conversations, torch.device("cpu"))
+    packed = objective.pack_conversations(conversations, torch.device("cpu"))
     # The prompts of pairs are computed once.
     assert len(packed.tokens_T) < sum(len(ids) - 1 for ids, _ in conversations)
     total, metrics = objective.sum_losses(packed, policy)

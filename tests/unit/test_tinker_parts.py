@@ -291,7 +291,7 @@ def test_a_link_opens_one_file_until_it_expires(monkeypatch):
     clock = [1000.0]
     monkeypatch.setattr("hone.tinker.download_links.wall_clock", lambda: clock[0])
     path = "/api/v1/downloads/a:train:0/external_weights/x y/adapter_model.safetensors"
-    signed = urlsplit(links.sign(path, 1100.0))
+    signed = urlsplit(links.sign_path(path, 1100.0))
     assert unquote(signed.path) == path and links.is_valid(path, signed.query)
     assert not links.is_valid(path + "x", signed.query)
     assert not DownloadLinks().is_valid(path, signed.query)

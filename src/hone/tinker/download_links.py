@@ -20,7 +20,7 @@ class DownloadLinks:
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)
 
-    def sign(self, path: str, expires: float) -> str:
+    def sign_path(self, path: str, expires: float) -> str:
         """Return a URL path with the query that opens it until `expires` (seconds since 1970)."""
         until = str(int(expires))
         query = {"expires": until, "signature": self._compute_signature(path, until)}

@@ -91,11 +91,11 @@ class TinkerKey:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = dict(scope["headers"])
-            key = headers.get(b"x-api-key")
-            if b"authorization" not in headers and self._is_signed(scope):
+            key = headers.get(b"x-api-key", b"").removeprefix(KEY_PREFIX.encode())
+            if self._is_signed(scope):
                 key = self.api_key.encode()
-            if key is not None and b"authorization" not in headers:
-                bearer = b"Bearer " + key.removeprefix(KEY_PREFIX.encode())
+            if key and b"authorization" not in headers:
+                bearer = b"Bearer " + key
                 scope = {**scope, "headers": [*scope["headers"], (b"authorization", bearer)]}
         await self.app(scope, receive, send)
 
@@ -383,8 +383,6 @@ def _add_checkpoints(app: FastAPI, runs: TrainingRuns) -> None:
 
 
 def _add_downloads(app: FastAPI, runs: TrainingRuns, links: DownloadLinks) -> None:
-    checkpoint = "{run_id}/{kind}/{name}"
-
     @app.get(
         f"{PREFIX}/training_runs/{{run_id}}/checkpoints/{{kind}}/{{name}}/external_weights_urls"
     )
@@ -397,11 +395,13 @@ def _add_downloads(app: FastAPI, runs: TrainingRuns, links: DownloadLinks) -> No
         expires = wall_clock() + LINK_SECONDS
         start = str(request.base_url).rstrip("/")
         folder = f"{DOWNLOADS}/{run_id}/{kind}/{name}"
-        urls = {file: start + links.sign(f"{folder}/{file}", expires) for file in list_files(place)}
+        urls = {
+            file: start + links.sign_path(f"{folder}/{file}", expires) for file in list_files(place)
+        }
         return {"urls": urls, "expires": as_iso(expires)}
 
-    @app.get(f"{DOWNLOADS}/{checkpoint}/{{file}}")
-    async def download(run_id: str, kind: str, name: str, file: str) -> Response:
+    @app.get(f"{DOWNLOADS}/{{run_id}}/{{kind}}/{{name}}/{{file}}")
+    async def download_file(run_id: str, kind: str, name: str, file: str) -> Response:
         found, place = runs.store.find(f"tinker://{run_id}/{kind}/{name}")
         if found.kind != "external_weights" or file not in list_files(place):
             raise KeyError(f"there is no exported file {file} of {found.path}")

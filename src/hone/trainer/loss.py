@@ -13,6 +13,7 @@ how the batch is split over micro-batches and ranks.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -23,6 +24,7 @@ from torch import Tensor
 from hone import plugins
 from hone.config.loss_config import KINDS, LossConfig, Need
 from hone.models.language_model import LanguageModel
+from hone.models.lora import without_lora
 from hone.trainer.packing import Packed
 
 
@@ -33,6 +35,18 @@ def cross_entropy_sum(packed: Packed, model: LanguageModel) -> Tensor:
     """
     ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
     return packed.compute_loss(model, ones_N, lambda part, logprobs, entropy: -logprobs.sum())
+
+
+@torch.no_grad()
+def compute_reference_logprobs(
+    packed: Packed, model: LanguageModel, reference: LanguageModel | None, temperature_N: Tensor
+) -> Tensor:
+    """Return the targets' logprobs under the initial model, N.
+
+    `reference` is a copy of the initial model; None if it is `model` without its adapter.
+    """
+    with nullcontext() if reference else without_lora(model):
+        return packed.target_logprobs(reference or model, temperature_N)[0]
 
 
 @dataclass

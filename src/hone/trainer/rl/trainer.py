@@ -7,7 +7,6 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,11 +21,17 @@ from hone.kernels.gpu import trains_model
 from hone.kernels.pinned_memory import started_to_host, to_device
 from hone.models.device_memory import total_bytes
 from hone.models.language_model import LanguageModel
-from hone.models.lora import add_lora, seed_dropout, without_lora
+from hone.models.lora import add_lora, seed_dropout
 from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
-from hone.trainer.loss import Loss, make_loss, policy_loss, token_weights
+from hone.trainer.loss import (
+    Loss,
+    compute_reference_logprobs,
+    make_loss,
+    policy_loss,
+    token_weights,
+)
 from hone.trainer.memory_estimate import Estimate, estimate_rl, micro_batch_tokens
 from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
 from hone.trainer.packing import (
@@ -316,10 +321,9 @@ class PolicyTrainer:
         temperature_N = inputs.temperature_N
         self.laps("data")
         if "reference" in loss.needs:
-            is_adapter = self.reference is None
-            with torch.no_grad(), without_lora(self.model) if is_adapter else nullcontext():
-                reference = self.reference or self.model
-                inputs.reference_N, _ = packed.target_logprobs(reference, temperature_N)
+            inputs.reference_N = compute_reference_logprobs(
+                packed, self.model, self.reference, temperature_N
+            )
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             return _loss_of_slice(loss, inputs, part, (logprobs, entropy), values)

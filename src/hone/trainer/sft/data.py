@@ -106,7 +106,7 @@ class Renderer:
         self.roles = roles
         self.last_only = last_only
 
-    def tokenize(self, row: dict[str, Any]) -> list[Conversation]:
+    def tokenize_row(self, row: dict[str, Any]) -> list[Conversation]:
         """Return all samples of a row. Raises ValueError and others if it cannot be rendered."""
         return self.tokenizer.conversation_ids(
             to_messages(row), self.roles, self.last_only, **to_tools(row)
@@ -114,7 +114,7 @@ class Renderer:
 
     def __call__(self, row: dict[str, Any]) -> Rendered:
         try:
-            every = self.tokenize(row)
+            every = self.tokenize_row(row)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return Rendered([], "cannot be rendered", str(error))
         units = split_units(every, self.unit_size)

@@ -42,7 +42,7 @@ class RowFormat:
     columns: tuple[frozenset[str], ...]
     described: str
 
-    def fits(self, row: dict[str, Any]) -> bool:
+    def has_columns(self, row: dict[str, Any]) -> bool:
         present = {k for k, value in row.items() if k != "messages" or value is not None}
         return any(needed <= present for needed in self.columns)
 
@@ -93,10 +93,12 @@ class Source:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         number = 0
         for number, row in enumerate(self._iterate_rows(), 1):
-            if not self.rows.fits(row):
+            if not self.rows.has_columns(row):
                 place = "" if number == 1 else f", row {number},"
                 hint = (
-                    "; pairs need the section dpo (--dpo.beta 0.1)" if PREFERENCES.fits(row) else ""
+                    "; pairs need the section dpo (--dpo.beta 0.1)"
+                    if PREFERENCES.has_columns(row)
+                    else ""
                 )
                 raise ValueError(
                     f"{self.key}: {self.name}{place} needs the columns {self.rows.described}; it has "
@@ -158,7 +160,7 @@ def to_messages(row: dict[str, Any]) -> list[Message]:
     Raises MessageError for invalid JSON.
     """
     if row.get("messages") is not None:
-        return parse_json(row["messages"], "messages")
+        return _from_json(row["messages"], "messages")
     return as_messages(row["prompt"], "user") + as_messages(row["completion"], "assistant")
 
 
@@ -172,15 +174,15 @@ def to_tools(row: dict[str, Any]) -> dict[str, Any]:
 
     Raises MessageError for invalid JSON, or if they are not a list of objects.
     """
-    tools = parse_json(row.get("tools") or None, "tools")
+    tools = _from_json(row.get("tools") or None, "tools")
     if isinstance(tools, list):
-        tools = [parse_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+        tools = [_from_json(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise MessageError(f"tools: a list of tools (objects) is needed, found {tools!r:.80}")
     return {"tools": tools} if tools else {}
 
 
-def parse_json(value: Any, column: str) -> Any:
+def _from_json(value: Any, column: str) -> Any:
     if not isinstance(value, str):
         return value
     try:

@@ -5,7 +5,6 @@ does not depend on how the step is split over micro-batches and ranks.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from hone.config.sft_config import DPOConfig
 from hone.models.language_model import LanguageModel
-from hone.models.lora import without_lora
-from hone.trainer.loss import cross_entropy_sum
+from hone.trainer.loss import compute_reference_logprobs, cross_entropy_sum
 from hone.trainer.packing import Packed, pack_sequences, pack_shared
 from hone.trainer.sft.data import Conversation, Row
 
@@ -50,7 +48,9 @@ class Objective(Protocol):
         """Return the number of units that the loss is a mean over."""
         ...
 
-    def pack(self, conversations: Sequence[Conversation], device: torch.device) -> Packed:
+    def pack_conversations(
+        self, conversations: Sequence[Conversation], device: torch.device
+    ) -> Packed:
         """Pack conversations into a micro-batch."""
         ...
 
@@ -75,7 +75,9 @@ class CrossEntropy:
     def count_units(self, conversations: Sequence[Conversation]) -> int:
         return sum(sum(mask[1:]) for _, mask in conversations)
 
-    def pack(self, conversations: Sequence[Conversation], device: torch.device) -> Packed:
+    def pack_conversations(
+        self, conversations: Sequence[Conversation], device: torch.device
+    ) -> Packed:
         return pack_sequences(
             [ids for ids, _ in conversations], [mask for _, mask in conversations], device
         )
@@ -107,15 +109,16 @@ class DirectPreference:
     def count_units(self, conversations: Sequence[Conversation]) -> int:
         return len(conversations) // 2
 
-    def pack(self, conversations: Sequence[Conversation], device: torch.device) -> Packed:
+    def pack_conversations(
+        self, conversations: Sequence[Conversation], device: torch.device
+    ) -> Packed:
         return pack_shared(
             [ids for ids, _ in conversations], [mask for _, mask in conversations], device
         )
 
     def sum_losses(self, packed: Packed, model: LanguageModel) -> tuple[Tensor, Tensor]:
         ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
-        with torch.no_grad(), nullcontext() if self.reference else without_lora(model):
-            reference_N, _ = packed.target_logprobs(self.reference or model, ones_N)
+        reference_N = compute_reference_logprobs(packed, model, self.reference, ones_N)
         logprobs_N, _ = packed.target_logprobs(model, ones_N)
         count = 2 * int(packed.sequence_N.max() // 2 + 1)
         found = [

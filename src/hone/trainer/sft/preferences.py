@@ -24,7 +24,7 @@ class PreferenceRenderer(Renderer):
 
     unit_size = 2
 
-    def tokenize(self, row: dict[str, Any]) -> list[Conversation]:
+    def tokenize_row(self, row: dict[str, Any]) -> list[Conversation]:
         chosen, rejected, shared = to_pair(row)
         pair = []
         for name, messages in (("chosen", chosen), ("rejected", rejected)):

@@ -133,7 +133,7 @@ def train_steps(
             session.max_steps = step
             events.on_last_step(step)
         if config.val and (is_last or step % config.val.interval == 0):
-            values |= trainer.validate(val, val_config)
+            values |= trainer.measure_validation(val, val_config)
         values |= evaluate_if_due(session, trainer, evaluate, events, step)
         events.on_step(step, values)
         if not is_last and session.ranks.any_rank(preemption.is_asked(), trainer.device):
@@ -336,7 +336,7 @@ class Trainer:
         start = time.perf_counter()
         seed_dropout(self.model, self.config.seed, step, self.ranks.rank)
         rows = next(batches)
-        units = self.objective.count_units(flatten(rows))
+        units = self.objective.count_units(list_conversations(rows))
         mine = self.ranks.own_share(rows, [sum(len(ids) for ids, _ in row) for row in rows])
         tokens = sum(len(ids) for row in rows for ids, _ in row)
         sums = torch.zeros(1 + len(self.objective.metrics), device=self.device)
@@ -379,7 +379,7 @@ class Trainer:
         }
 
     def _handle_bad_step(self, step: int, grad_norm: float, rows: list[Row], units: int) -> None:
-        flat = split_units(flatten(rows), self.renderer.unit_size)
+        flat = split_units(list_conversations(rows), self.renderer.unit_size)
 
         def backward_alone(i: int) -> None:
             total, _ = self.objective.sum_losses(self._pack_rows([flat[i]]), self.model)
@@ -402,7 +402,7 @@ class Trainer:
         return parts
 
     @torch.no_grad()
-    def validate(self, data: Conversations, config: DataConfig) -> dict[str, float]:
+    def measure_validation(self, data: Conversations, config: DataConfig) -> dict[str, float]:
         """Return the mean loss, and means of the objective's metrics, over the validation data."""
         count = 1 + len(self.objective.metrics)
         sums = torch.zeros(1 + count, dtype=torch.float64, device=self.device)  # units first
@@ -410,7 +410,7 @@ class Trainer:
             for part in self._split_micro_batches(rows[self.ranks.rank :: self.ranks.count]):
                 found = self.objective.sum_losses(self._pack_rows(part), self.model)
                 if part:
-                    sums[0] += self.objective.count_units(flatten(part))
+                    sums[0] += self.objective.count_units(list_conversations(part))
                     sums[1:] += torch.cat((found[0][None], found[1]))
         units, *totals = self.ranks.sum_over_ranks(sums).tolist()
         names = ("loss", *self.objective.metrics)
@@ -418,10 +418,12 @@ class Trainer:
 
     def _pack_rows(self, rows: list[Row]) -> Packed:
         """Pack rows into a micro-batch; without rows, sequences that count for nothing."""
-        return self.objective.pack(flatten(rows) or self.objective.nothing, self.device)
+        return self.objective.pack_conversations(
+            list_conversations(rows) or self.objective.nothing, self.device
+        )
 
 
-def flatten(rows: list[Row]) -> list[Conversation]:
+def list_conversations(rows: list[Row]) -> list[Conversation]:
     return [conversation for row in rows for conversation in row]
 
 
