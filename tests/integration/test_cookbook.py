@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
+import tinker
+from transformers import AutoTokenizer
 
 from hone.authoring.tiny_model import write_model
 from tests.hangs import HANG_SECONDS
@@ -15,6 +17,7 @@ from tests.integration.test_tinker import Server
 
 pytestmark = pytest.mark.cookbook
 LOCAL_DATA = Path(__file__).parent / "local_data_recipe.py"
+QUESTION = "How many of 0?"  # the first of the local data
 PYTHON = os.environ.get("COOKBOOK_PYTHON", "")
 RECIPES = {
     "math_rl.train": "env=arithmetic loss_fn=importance_sampling group_size=4 groups_per_batch=8",
@@ -91,6 +94,7 @@ def test_loops_and_distillation_learn_on_local_data(server, tmp_path):
     losses = values_of(run_recipe(server, loop, supervise), "train_mean_nll")
     assert losses[-1] < 0.25 * losses[0]
     supervised = start_anew(loop / "log")
+    assert 0.2 < share_of_twos(server, supervised["sampler_path"]) < 0.8
     shutil.copytree(loop / "log", teacher / "log")
 
     words = [LOCAL_DATA, "rl_loop", "batch_size=8", "group_size=8", "max_tokens=24"]
@@ -103,10 +107,25 @@ def test_loops_and_distillation_learn_on_local_data(server, tmp_path):
     words += [f"teacher_model={server.base}"]
     words += [f"teacher_checkpoint={start_anew(teacher / 'log')['sampler_path']}"]
     words += [f"load_checkpoint_path={supervised['state_path']}", "renderer_name=role_colon"]
-    words += ["group_size=4", "groups_per_batch=8", "max_tokens=24", "learning_rate=3e-4"]
-    rows = run_recipe(server, student, [*words, "lora_rank=16", "eval_every=0"])
-    distances = values_of(rows, "teacher_kl")
-    assert mean(distances[-4:]) < 0.5 * mean(distances[:4])
+    words += ["group_size=4", "groups_per_batch=8", "max_tokens=24", "learning_rate=1e-3"]
+    run_recipe(server, student, [*words, "lora_rank=16", "eval_every=0"])
+    assert share_of_twos(server, start_anew(student / "log")["sampler_path"]) > 0.85
+
+
+def share_of_twos(server, path):
+    """Return the share of 2 among 200 answers of a sampler that are 1 or 2; most of them are."""
+    tokenizer = AutoTokenizer.from_pretrained(server.base)
+    sampler = server.connect().create_sampling_client(model_path=path).result()
+    prompt = tokenizer.encode(f"User: {QUESTION}\n\nAssistant:", add_special_tokens=False)
+    drawn = sampler.sample(
+        prompt=tinker.ModelInput.from_ints(prompt),
+        num_samples=200,
+        sampling_params=tinker.SamplingParams(max_tokens=24, stop=["\n\n"], seed=0),
+    ).result()
+    texts = [tokenizer.decode(one.tokens) for one in drawn.sequences]
+    ones, twos = (sum(f"{{{digit}}}" in text for text in texts) for digit in (1, 2))
+    assert ones + twos > 100, texts[:10]
+    return twos / (ones + twos)
 
 
 def start_anew(log_path):
