@@ -298,3 +298,9 @@ def _is_pulse_changing(pulse: Path) -> bool:
         return pulse.read_text() != first
     except OSError:
         return False
+
+
+def shorten_path(path: Path) -> str:
+    """Return a path as the user of this process types it: relative if it is below the directory."""
+    whole = path.resolve()
+    return str(whole.relative_to(Path.cwd()) if whole.is_relative_to(Path.cwd()) else path)

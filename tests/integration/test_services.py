@@ -534,7 +534,7 @@ def test_a_terminal_shows_how_far_a_run_is_below_its_lines(deployment, trained, 
     assert first_seen == sorted(first_seen)
     assert seen[0][0] == "0" and seen[-1][0] == "3" and seen[-1][1].startswith("reward ")
     assert {"generating", "training"} & {said.split()[-1] for _, said in seen}
-    assert lines.count("SUCCESS Step 2 |") == 2
+    assert lines.count("INFO Step 2 |") == 1
 
 
 def test_control_routes_ask_for_the_key(trained, tmp_path):

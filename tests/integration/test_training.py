@@ -51,7 +51,7 @@ def test_sft_learns_validates_and_writes_a_directory_that_transformers_reads(tra
         logits = ours.compute_logits(ours(tokens, packed.token_positions(), packed))
         torch.testing.assert_close(logits, theirs(tokens[None]).logits[0], rtol=1e-4, atol=1e-4)
     log = (trained.parents[1] / "logs" / "sft.log").read_text()
-    assert len(re.findall(r"SUCCESS Step \d+ \| .*Loss: \d+\.\d{4}", log)) == 60
+    assert len(re.findall(r"INFO Step \d+ \| .*Loss: \d+\.\d{4}", log)) == 60
 
 
 WATCHED = """
@@ -170,23 +170,21 @@ def test_rl_run_directory_log_lines_and_metric_names(rl, tmp_path):
     assert {p.name for p in (out / "weights").iterdir()} == {"step_2", "step_4"}
     assert {p.name for p in (out / "rollouts").iterdir()} == {f"step_{i}" for i in range(1, 5)}
     orchestrator_line = (
-        r"SUCCESS Step 4 \| Time: [\d.]+s \| Reward: \d+\.\d{4} \| Throughput: \d+ tokens/s \| "
+        r"INFO Step 4 \| Time: [\d.]+s \| Reward: \d+\.\d{4} \| Throughput: \d+ tokens/s \| "
         r"Seq. Length: [\d.]+ tokens \| Async Level: 0 \| Max. Off-Policy Level: 0"
     )
     trainer_line = (
-        r"SUCCESS Step 4 \| Time: [\d.]+s \| Loss: -?\d+\.\d{4} \| Entropy: [\d.]+ \| Mismatch KL: \S+ \| "
+        r"INFO Step 4 \| Time: [\d.]+s \| Loss: -?\d+\.\d{4} \| Entropy: [\d.]+ \| Mismatch KL: \S+ \| "
         r"Grad. Norm: [\d.]+ \| LR: \S+ \| Throughput: \d+ tokens/s \| MFU: \S+ \| Peak Mem.: [\d.]+ GiB"
     )
-    summary_line = (
-        r"INFO Step 4 in all \| Reward: \d+\.\d{4} ± \d+\.\d{4}, groups solved by all \d+%, by none \d+% \| "
-        r"Tokens: \d+ trained, dropped: .* \| Failed: none \| Staleness: 0.0, at most 0 \| Mismatch KL: .* \| "
-        r"Masked: .* \| Entropy: .* \| Grad. Norm: .* \| "
-        r"Seconds: [\d.]+ generating, 0.00 waiting, [\d.]+ training, [\d.]+ syncing"
+    console_line = (
+        r"INFO Step 4 \| Time: [\d.]+s \| Reward: \d+\.\d{4} ± \d+\.\d{4} \| Solved: \d+% by all, \d+% by none \| "
+        r"Loss: -?\d+\.\d{4} \| Entropy: [\d.]+ \| Mismatch KL: .* \| Grad. Norm: [\d.]+ \| LR: \S+ \| "
+        r"Length: \d+ tokens \| .*Throughput: \d+ tokens/s"
     )
-    for line in (orchestrator_line, trainer_line, summary_line):
-        assert re.search(line, console), console
-    assert "Reward" in (out / "logs" / "orchestrator.log").read_text()
-    assert "Loss" in (out / "logs" / "trainer.log").read_text()
+    assert re.search(console_line, console) and console.count(" Step 4 |") == 1, console
+    assert re.search(orchestrator_line, (out / "logs" / "orchestrator.log").read_text())
+    assert re.search(trainer_line, (out / "logs" / "trainer.log").read_text())
     row = metrics(out)[-1]
     names = """progress/step progress/samples progress/tokens reward/mean reward/reverse-text
         metrics/reverse-text/exact_match batch/solve_none batch/solve_all batch/effective_batch_size batch/async_level

@@ -209,7 +209,17 @@ def test_a_list_of_values_may_be_given_as_one_value(command):
     for name, field in list_fields(import_object(COMMANDS[command][0])):
         kind = TypeAdapter(Annotated[field.annotation, "a field", *field.metadata])
         tried = []
-        for value in ("a", 3, 0.5, "assistant", "q_proj", "lm_head", "http://h:1", "wandb"):
+        for value in (
+            "a",
+            3,
+            0.5,
+            "assistant",
+            "q_proj",
+            "lm_head",
+            "solved",
+            "http://h:1",
+            "wandb",
+        ):
             with contextlib.suppress(ValidationError):
                 wanted = kind.validate_python([value])
                 assert kind.validate_python(value) == wanted, name

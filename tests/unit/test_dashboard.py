@@ -14,11 +14,17 @@ from starlette.testclient import TestClient
 from hone.dashboard import jobs as jobs_module
 from hone.dashboard.archive import tar_directory
 from hone.dashboard.dashboard_app import ASSETS, build_app
-from hone.dashboard.doctor import LOOKS, RunFacts
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Job, Jobs
 from hone.dashboard.runs import find_runs, run_status
 from hone.dashboard.tokens import TokenTable
+from hone.monitors.diagnosis import (
+    RunFacts,
+    RunningDiagnosis,
+    diagnose_run,
+    find_collapse,
+    find_solved,
+)
 from tests.integration.conftest import until
 
 RL = 'max_steps = 3\n[model]\nname = "m"\n[[orchestrator.env]]\nid = "reverse-text"\n'
@@ -422,55 +428,84 @@ def test_tokens_follow_the_sequences_that_were_trained():
     assert TokenTable(None).trained_sequences([{"prompt_ids": 3}, {"ids": None}], []) == []
 
 
-def told(steps, **series):
-    """The kinds of findings for averages of steps and constant or listed metrics."""
-    count = len(steps)
+def find_kinds(count, kind="rl", **series):
+    """Return the kinds of findings of a run whose metrics are constant, or listed by step."""
     base = {
-        "count": 8,
-        "reward": 0.5,
-        "low": 0.0,
-        "high": 1.0,
-        "tokens": 10.0,
-        "truncated": 0.0,
-        "logprob": -0.3,
-        "failed": 0.0,
-        "alike": 0.0,
+        "reward__mean": 0.5,
+        "reward__min": 0.0,
+        "reward__max": 1.0,
+        "completion_len__mean": 10.0,
+        "progress__samples": 8.0,
+        "logprob__mean": -0.3,
     }
-    rows = [base | {"step": i + 1} | step for i, step in enumerate(steps)]
-    values = {
-        name: value if isinstance(value, list) else [value] * count
-        for name, value in series.items()
-    }
-    named = {name.replace("__", "/"): dict(enumerate(column, 1)) for name, column in values.items()}
-    named.setdefault("reward/mean", {row["step"]: row["reward"] for row in rows})
-    return [finding.kind for look in LOOKS if (finding := look(RunFacts(named, rows)))]
+    facts = RunFacts(kind)
+    for i in range(count):
+        values = {
+            name.replace("__", "/"): value[i] if isinstance(value, list) else value
+            for name, value in (base | series).items()
+        }
+        facts.add_row(i + 1, values)
+    return [finding.kind for finding in diagnose_run(facts).findings]
 
 
-def test_the_doctor_leaves_runs_alone_that_learn():
-    rising = [{"reward": 0.2 + 0.02 * i, "tokens": 10 + i / 3} for i in range(40)]
-    entropy = [1.0 - 0.02 * i for i in range(40)]
-    assert told(rising, entropy__mean=entropy, mismatch_kl__mean=1e-4, is_masked__mean=0.01) == []
-    solved = [{"reward": 1.0, "low": 1.0} if i > 20 else {} for i in range(40)]
+def test_the_rules_find_nothing_in_runs_that_learn():
+    rising = [0.2 + 0.02 * i for i in range(40)]
+    falling = [1.0 - 0.02 * i for i in range(40)]
+    longer = [10 + i / 3 for i in range(40)]
+    learns = {"reward__mean": rising, "entropy__mean": falling, "completion_len__mean": longer}
+    assert find_kinds(40, **learns, mismatch_kl__mean=1e-4, is_masked__mean=0.01) == []
+    assert find_kinds(30, reward__mean=[0.5 + 0.2 * (-1) ** i for i in range(30)]) == []
+    late = [0.0] * 3 + [0.1 * i for i in range(8)]
+    assert find_kinds(11, reward__mean=late, reward__max=[0.0] * 3 + [1.0] * 8) == []
+
+
+def test_a_solved_task_is_named_and_is_no_problem():
     idle = [1.0 if i > 20 else 0.1 for i in range(40)]
-    assert told(solved, batch__without_signal=idle, batch__solve_all=idle) == []
-    noisy = [{"reward": 0.5 + 0.2 * (-1) ** i} for i in range(30)]
-    assert told(noisy) == []
-    assert (
-        told(
-            [{"reward": 0.0, "low": 0.0, "high": 0.0}] * 3 + [{"reward": 0.1 * i} for i in range(8)]
-        )
-        == []
-    )
+    rewards = [1.0 if i > 20 else 0.5 for i in range(40)]
+    solved = {"reward__mean": rewards, "batch__without_signal": idle, "batch__solve_all": idle}
+    assert find_kinds(40, **solved) == ["solved"]
+    facts = RunFacts("rl", {"batch/solve_all": dict(enumerate(idle, 1))})
+    found = find_solved(facts)
+    assert found.first_step == 25 and not found.is_problem
+    collapsed = [*rewards[:30], *[0.0] * 10]
+    assert find_kinds(40, **solved | {"reward__mean": collapsed})[0] == "collapse"
 
 
-def test_the_doctor_on_sides_that_disagree_and_rollouts_that_fail():
-    assert told([{}] * 20, mismatch_kl__mean=0.2) == ["stale"]
-    assert told([{}] * 20, batch__off_policy_level__mean=6.0) == ["stale"]
-    assert told([{"failed": 0.5}] * 20) == ["failures"]
-    assert told([{}] * 20, batch__without_signal=0.95, batch__solve_all=0.1) == ["no_signal"]
-    assert told(
-        [{}] * 20, entropy__mean=[1.0] * 10 + [0.001] * 10, reward__mean=[0.9] * 10 + [0.5] * 10
-    ) == ["entropy"]
+def test_the_rules_on_sides_that_disagree_and_rollouts_that_fail():
+    assert find_kinds(20, mismatch_kl__mean=0.2) == ["stale"]
+    assert find_kinds(20, batch__off_policy_level__mean=6.0) == ["stale"]
+    assert find_kinds(20, progress__failed=8.0) == ["failures"]
+    assert find_kinds(20, batch__without_signal=0.95, batch__solve_all=0.1) == ["no_signal"]
+    lost = {"entropy__mean": [1.0] * 10 + [0.001] * 10, "reward__mean": [0.9] * 10 + [0.5] * 10}
+    assert find_kinds(20, **lost) == ["entropy"]
+    assert find_kinds(9, is_truncated__mean=0.9) == ["truncated"]
+    dropped = {"tokens__dropped__truncated": 90.0, "completion_len__total": 10.0}
+    assert find_kinds(9, **dropped) == ["truncated"]
+    longer = {"completion_len__mean": [10.0 + i for i in range(20)]}
+    assert find_kinds(20, **longer, reward__length_correlation=0.8) == ["length"]
+    assert find_kinds(9, kind="sft", loss__mean=[3, 2, 1, 1, 1, 1, 3, 3, 3]) == ["diverged"]
+
+
+@pytest.mark.parametrize(("checkpoints", "advice"), [([5, 10, 20], "@10 "), ([], "start the run")])
+def test_a_collapse_names_a_checkpoint_that_exists(checkpoints, advice):
+    rewards = {step: 0.8 if step < 15 else 0.0 for step in range(1, 31)}
+    facts = RunFacts("rl", {"reward/mean": rewards}, checkpoints=checkpoints, place="outputs/x")
+    found = find_collapse(facts)
+    assert found.first_step == 15
+    assert any(advice in text for text in found.helps)
+    assert ("--fork outputs/x@" in " ".join(found.helps)) is bool(checkpoints)
+
+
+def test_a_running_diagnosis_names_each_finding_once_and_knows_the_steps_before_a_resume():
+    rewards = [0.8] * 12 + [0.0] * 60
+    rows = [{"step": step, "reward/mean": reward} for step, reward in enumerate(rewards, 1)]
+    whole = RunningDiagnosis(RunFacts("rl"))
+    found = [new.kind for row in rows for new in whole.add_step(row["step"], row)]
+    assert found == ["collapse"]
+    resumed = RunningDiagnosis(RunFacts("rl"), rows[:20])
+    found = [new.kind for row in rows[20:] for new in resumed.add_step(row["step"], row)]
+    assert found == ["collapse"]
+    assert resumed.facts.series == whole.facts.series
 
 
 def test_colours_have_the_contrast_that_small_text_needs():

@@ -138,6 +138,9 @@ class TeacherConfig(ClientConfig):
     """Name of the teacher model on its server."""
 
 
+StopReason = Literal["solved", "collapse", "no_variance", "truncated", "template", "failures"]
+
+
 class OrchestratorConfig(GroupConfig):
     env: Annotated[
         list[TrainEnvConfig],
@@ -176,6 +179,9 @@ class OrchestratorConfig(GroupConfig):
     log_samples: Free[Annotated[int, Field(ge=0)]] = 0
     """Log a rollout of every this many steps, of those the one in the middle by reward: prompt, completion, reward;
     0 logs none. rollouts/ has all of them."""
+    stop_when: Free[Annotated[list[StopReason], BeforeValidator(as_list)]] = Field(default=[])
+    """Findings that end the run after the current step, with its weights and checkpoint. The step lines and
+    `hone doctor` report them in any case."""
     canary_tolerance: Free[Annotated[float, Field(gt=0)] | None] = None
     """Largest difference allowed between the trainer's and a server's logprobs of the canary, a fixed text that shows
     whether new weights arrived. Unless given: 1e-3 in float32; in bfloat16 0.1, and 0.5 for vLLM, whose logits are

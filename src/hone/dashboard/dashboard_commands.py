@@ -119,7 +119,7 @@ def bind_near(host: str, port: int) -> socket.socket:
 
 
 def run_doctor(argv: list[str]) -> int:
-    """Run `hone doctor`. Return 1 if it has findings."""
+    """Run `hone doctor`. Return 1 if it finds a problem."""
     parser = argparse.ArgumentParser(
         prog="hone doctor",
         allow_abbrev=False,
@@ -128,10 +128,11 @@ def run_doctor(argv: list[str]) -> int:
     parser.add_argument("run", type=Path, help="directory of the run (its output_dir)")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     args = parser.parse_args(argv)
-    from hone.dashboard.doctor import DoctorReport, examine_run
+    from hone.dashboard.doctor import examine_run
+    from hone.monitors.diagnosis import Diagnosis
     from hone.monitors.step_lines import printable
 
-    reports: list[tuple[Run, Index, DoctorReport]] = []
+    reports: list[tuple[Run, Index, Diagnosis]] = []
     for run in runs_in(args.run):
         index = Index(args.run, run)
         index.update_index()
@@ -142,7 +143,7 @@ def run_doctor(argv: list[str]) -> int:
         for run, index, report in reports:
             print(f"{run.path} ({run.kind}): {report.steps} steps")
             if not report.findings:
-                print(f"  {report.note or 'nothing that is known to go wrong was found'}")
+                print(f"  {report.note or 'no known problems found'}")
             for number, finding in enumerate(report.findings, 1):
                 print(f"\n  {number}. {finding.title}, from step {finding.first_step} on")
                 print(f"     {finding.evidence}")
@@ -155,7 +156,8 @@ def run_doctor(argv: list[str]) -> int:
                         print(
                             f"     rollout of step {row['step']}, reward {row['reward']:.3g}: {said[:100]}"
                         )
-    return 1 if any(report.findings for *_, report in reports) else 0
+    found = [finding for *_, report in reports for finding in report.findings]
+    return int(any(finding.is_problem for finding in found))
 
 
 def run_plot(argv: list[str]) -> int:

@@ -330,27 +330,6 @@ class Index:
             )
         return found
 
-    def step_means(self) -> list[dict[str, Any]]:
-        """Return averages over the rollouts of each step, ordered by step.
-
-        `low` and `high` are the smallest and the largest reward, `failed` and `truncated` are
-        shares, and `alike` is the correlation of reward with length (-1 to 1).
-        """
-        sql = """SELECT step, count(*) AS count, avg(reward) AS reward, min(reward) AS low, max(reward) AS high,
-            avg(tokens) AS tokens, avg(truncated) AS truncated, avg(logprob) AS logprob, avg(error != '') AS failed,
-            avg(reward * tokens) AS both, avg(reward * reward) AS reward2, avg(1.0 * tokens * tokens) AS tokens2
-            FROM rollouts GROUP BY step ORDER BY step"""
-        with self.open_reader() as connection:
-            connection.row_factory = sqlite3.Row
-            found = [dict(row) for row in connection.execute(sql)]
-        for row in found:
-            reward2 = row.pop("reward2") - row["reward"] ** 2
-            tokens2 = row.pop("tokens2") - row["tokens"] ** 2
-            spread = math.sqrt(max(reward2, 0.0) * max(tokens2, 0.0))
-            both = row.pop("both") - row["reward"] * row["tokens"]
-            row["alike"] = both / spread if spread > 1e-9 else 0.0
-        return found
-
     def find_row(self, number: int) -> dict[str, Any] | None:
         """Return the index row of a rollout by its id, or None."""
         with self.open_reader() as connection:

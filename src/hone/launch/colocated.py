@@ -33,11 +33,12 @@ from hone.kernels.gpu.compiling import together
 from hone.models.loading import Loaded, load_configured
 from hone.models.lora import Merged
 from hone.monitors import trackers
+from hone.monitors.diagnosis_monitor import DiagnosisMonitor
 from hone.monitors.events import EventList, Events
 from hone.monitors.logging_setup import component_log
 from hone.monitors.metrics_log import Metrics
 from hone.monitors.progress_line import ProgressLine
-from hone.monitors.step_lines import RolloutLines, TrainerLines, whole_run_line
+from hone.monitors.step_lines import RLStepLines, RolloutLines, TrainerLines, format_outcome
 from hone.orchestrator.orchestrator import Collected, Orchestrator
 from hone.orchestrator.rollouts_file import tracker_rows, write_rollouts
 from hone.orchestrator.teacher import Teacher
@@ -100,8 +101,16 @@ def main(
         policy.update(session.done)
         progress_line.on_start(config.max_steps, session.done)
         with session.show_heartbeat(), Metrics(session.run.metrics, config) as metrics:
-            lines = RolloutLines(config, config.orchestrator.log_samples), TrainerLines(config)
-            events = EventList(metrics, *lines, progress_line, callbacks)
+            rollouts = config.orchestrator
+            monitor = DiagnosisMonitor(
+                session.run, component_log("orchestrator"), session.done, rollouts.stop_when
+            )
+            logs = (
+                RolloutLines(config, rollouts.log_samples, monitor, is_on_console=False),
+                TrainerLines(config, is_on_console=False),
+            )
+            lines = RLStepLines(config)
+            events = EventList(metrics, *logs, lines, monitor, progress_line, callbacks)
             service = EngineService(policy.engine, lockstep=True)
             program = run_in_process(session, trainer, policy, service, loaded_environments, events)
             service.run_beside(program, event_loop.run_event_loop)
@@ -256,7 +265,7 @@ async def run_in_process(
     for environment in environments.held_out.values():
         await environment.close()
     session.end(last)
-    log.info("%s", whole_run_line(session.run))
+    log.info("%s", format_outcome(session.run))
 
 
 async def unless_preempted(work: Coroutine[Any, Any, T]) -> T | None:

@@ -31,9 +31,10 @@ from hone.inference.socket_binding import bind_socket
 from hone.launch.plan import Component, plan_components
 from hone.launch.run_follower import Follower
 from hone.monitors import trackers
+from hone.monitors.diagnosis_monitor import DiagnosisMonitor
 from hone.monitors.events import EventList, Events
 from hone.monitors.progress_line import ProgressLine
-from hone.monitors.step_lines import whole_run_line
+from hone.monitors.step_lines import RLStepLines, format_outcome
 from hone.process_report import read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
@@ -78,7 +79,8 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
         signal.signal(signal.SIGTERM, handle_signal)
     done = step_of(sources[0]) if sources else 0
     progress_line = ProgressLine("rl")
-    events = EventList(progress_line, callbacks)
+    monitor = DiagnosisMonitor(run, log, done, config.orchestrator.stop_when, logs_findings=False)
+    events = EventList(RLStepLines(config), progress_line, monitor, callbacks)
     try:
         for part in parts:
             children.append(
@@ -98,7 +100,7 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
             watch_children(children, Follower(events, run, weight_steps, done))
     finally:
         end_children(children)
-    log.info("%s", whole_run_line(run))
+    log.info("%s", format_outcome(run))
 
 
 def refuse_other_rollouts(source: Path, config: RLConfig) -> None:

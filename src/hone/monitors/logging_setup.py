@@ -1,7 +1,4 @@
-"""Log lines: `12:00:00 SUCCESS Step 3 | Time: …` on the console and in the run's logs/.
-
-Step lines have the level SUCCESS: scripts look for lines with SUCCESS and Step in them.
-"""
+"""Log lines: `12:00:00 INFO Step 3 | Time: …` on the console and in the run's logs/."""
 
 import json
 import logging
@@ -11,13 +8,11 @@ from pathlib import Path
 
 from hone.text.printable import indent_lines
 
-SUCCESS = 25
 FORMAT = "%(asctime)s %(levelname)7s %(message)s"
 
 
 def start_logging(level: str = "info", form: str = "text") -> logging.Logger:
     """Write logs of `hone` to stdout, as text or as JSON objects."""
-    logging.addLevelName(SUCCESS, "SUCCESS")
     handler = _Stdout()
     handler.setFormatter(_Json() if form == "json" else Line(FORMAT, "%H:%M:%S"))
     handler.addFilter(lambda record: getattr(record, "console", True))

@@ -1,16 +1,21 @@
 """The step lines of the console, as scripts read them: `Step N | Time: … | Reward: …`."""
 
 import logging
+import os
+import shutil
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from hone.config.key_names import key_name
 from hone.config.sections import RunConfig
+from hone.monitors.diagnosis import Finding
+from hone.monitors.diagnosis_monitor import DiagnosisMonitor
 from hone.monitors.events import Events
-from hone.monitors.logging_setup import SUCCESS
 from hone.monitors.metrics_log import read_rows
 from hone.monitors.trackers import Rows, spread_by_reward
-from hone.run_directory import RunDirectory
+from hone.run_directory import RunDirectory, shorten_path
 
 
 class StepLines(Events):
@@ -20,7 +25,9 @@ class StepLines(Events):
     all lines.
     """
 
-    def __init__(self, config: RunConfig, log: str) -> None:
+    def __init__(self, config: RunConfig, log: str, is_on_console: bool = True) -> None:
+        """`is_on_console` is False if another listener prints the steps there."""
+        self.is_on_console = is_on_console
         self.max_steps = getattr(config, "max_steps", None)
         self.log_interval = config.log_interval
         self.log = logging.getLogger(f"hone.{log}")
@@ -31,10 +38,11 @@ class StepLines(Events):
     def on_last_step(self, step: int) -> None:
         self.max_steps = step
 
-    def log_line(self, step: int, line: str, level: int = SUCCESS) -> None:
+    def log_line(self, step: int, line: str, level: int = logging.INFO) -> None:
         interval = self.log_interval
-        is_shown = interval and (step == self.max_steps or step % interval == 0)
-        self.log.log(level, "%s", line, extra={"console": bool(is_shown)})
+        is_due = bool(interval) and (step == self.max_steps or step % interval == 0)
+        is_shown = is_due and (self.is_on_console or level > logging.INFO)
+        self.log.log(level, "%s", line, extra={"console": is_shown})
 
     def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
         self.log.info("%s", evaluation_line(version, values))
@@ -43,30 +51,50 @@ class StepLines(Events):
 class RolloutLines(StepLines):
     """Lines of the orchestrator: rollouts, evaluations, and the summary of a step."""
 
-    def __init__(self, config: RunConfig, log_samples: int = 0) -> None:
-        super().__init__(config, "orchestrator")
+    def __init__(
+        self,
+        config: RunConfig,
+        log_samples: int = 0,
+        monitor: DiagnosisMonitor | None = None,
+        is_on_console: bool = True,
+    ) -> None:
+        super().__init__(config, "orchestrator", is_on_console)
         self.log_samples = log_samples
+        self.monitor = monitor
 
     def on_rollouts(self, step: int, values: dict[str, float], rows: Callable[[], Rows]) -> None:
         if not values["batch/effective_batch_size"]:
-            self.log_line(step, why_no_signal(step, values), logging.WARNING)
+            finding = self.monitor.main_finding if self.monitor is not None else None
+            line = why_no_signal(step, values, finding)
+            is_solved = finding is not None and not finding.is_problem
+            self.log_line(step, line, logging.INFO if is_solved else logging.WARNING)
         self.log_line(step, orchestrator_line(step, values))
         if self.log_samples and step % self.log_samples == 0 and (found := rows()):
             self.log.info("%s", sample_lines(step, spread_by_reward(found, 3)[len(found) > 2]))
-
-    def on_step(self, step: int, values: dict[str, float]) -> bool:
-        self.log_line(step, summary_line(step, values), logging.INFO)
-        return True
 
 
 class TrainerLines(StepLines):
     """Lines of the RL trainer."""
 
-    def __init__(self, config: RunConfig) -> None:
-        super().__init__(config, "trainer")
+    def __init__(self, config: RunConfig, is_on_console: bool = True) -> None:
+        super().__init__(config, "trainer", is_on_console)
 
     def on_trained(self, step: int, values: dict[str, float]) -> None:
         self.log_line(step, trainer_line(step, values))
+
+    def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
+        pass  # the orchestrator's lines have it
+
+
+class RLStepLines(StepLines):
+    """One console line a step of an RL run whose components write their own logs."""
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config, "rl")
+
+    def on_step(self, step: int, values: dict[str, float]) -> bool:
+        self.log_line(step, rl_step_line(step, values))
+        return True
 
     def on_evaluation(self, version: int, values: dict[str, float], is_row: bool) -> None:
         pass  # the orchestrator's lines have it
@@ -127,39 +155,48 @@ def sft_line(step: int, values: dict[str, float]) -> str:
     return " | ".join(parts)
 
 
-def summary_line(step: int, values: dict[str, float]) -> str:
-    """Format the summary of a step from the metrics of its rollouts and its training."""
+def rl_step_line(step: int, values: dict[str, float]) -> str:
+    """Format a step of RL in one line, from the metrics of its rollouts and its training.
+
+    Parts that are usually 0 (failures, stale tokens, waiting) appear only if they are not.
+    """
 
     def value_of(*names: str) -> float:
         return sum(values.get(name, 0.0) for name in names)
 
-    def format_parts(prefix: str) -> str:
-        found = {
-            key.removeprefix(prefix): n for key, n in values.items() if key.startswith(prefix) and n
-        }
-        return (
-            ", ".join(f"{n:.0f} {cause.replace('_', ' ')}" for cause, n in found.items()) or "none"
-        )
-
+    failures = {
+        name.removeprefix("failures/").replace("_", " "): count
+        for name, count in values.items()
+        if name.startswith("failures/") and count
+    }
+    failed = ", ".join(f"{count:.0f} {cause}" for cause, count in failures.items())
+    staleness = value_of("batch/off_policy_level/mean")
     waiting = value_of("time/wait_for_weights", "time/wait_for_batch")
-    sections = [
-        f"Step {step} in all",
-        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}, "
-        f"groups solved by all {value_of('batch/solve_all'):.0%}, "
-        f"by none {value_of('batch/solve_none'):.0%}",
-        f"Tokens: {value_of('tokens/trained'):.0f} trained, dropped: {format_parts('tokens/dropped/')}",
-        f"Failed: {format_parts('failures/')}",
-        f"Staleness: {value_of('batch/off_policy_level/mean'):.1f}, "
-        f"at most {value_of('batch/off_policy_level/max'):.0f}",
-        f"Mismatch KL: {format_mismatch(values)}",
-        f"Masked: {value_of('is_masked/mean'):.2%}",
+    mfu = f", MFU {values['perf/mfu']:.1%}" if "perf/mfu" in values else ""
+    parts = [
+        f"Step {step}",
+        f"Time: {value_of('time/step'):.2f}s",
+        f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}",
+        f"Solved: {value_of('batch/solve_all'):.0%} by all, {value_of('batch/solve_none'):.0%} by none",
+        f"Loss: {value_of('loss/mean'):.4f}",
         f"Entropy: {value_of('entropy/mean'):.4f}",
+        f"Mismatch KL: {format_mismatch(values)}",
         f"Grad. Norm: {value_of('optim/grad_norm'):.4f}",
-        f"Seconds: {value_of('time/generate'):.2f} generating, {waiting:.2f} waiting, "
-        f"{value_of('time/train'):.2f} training, "
-        f"{value_of('time/publish_weights', 'time/update_weights'):.2f} syncing",
+        f"LR: {value_of('optim/lr'):.2e}",
+        f"Length: {value_of('completion_len/mean'):.0f} tokens",
+        *(
+            [f"Truncated: {value_of('is_truncated/mean'):.0%}"]
+            if value_of("is_truncated/mean")
+            else []
+        ),
+        *([f"Masked: {value_of('is_masked/mean'):.2%}"] if value_of("is_masked/mean") else []),
+        *([f"Failed: {failed}"] if failed else []),
+        *([f"Off-Policy: {staleness:.1f} steps"] if staleness else []),
+        *([f"Waiting: {waiting:.2f}s"] if waiting >= 0.01 else []),
+        f"Throughput: {value_of('perf/throughput'):.0f} tokens/s{mfu}",
+        f"Peak Mem.: {value_of('perf/peak_memory'):.1f} GiB",
     ]
-    return " | ".join(sections)
+    return " | ".join(parts)
 
 
 def evaluation_line(version: int, values: dict[str, float]) -> str:
@@ -175,8 +212,13 @@ def evaluation_line(version: int, values: dict[str, float]) -> str:
     return f"Evaluation of version {version} | " + " | ".join(parts)
 
 
-def why_no_signal(step: int, values: dict[str, float]) -> str:
-    """Return one sentence on why a step has nothing to learn from, and what usually helps."""
+def why_no_signal(step: int, values: dict[str, float], finding: Finding | None = None) -> str:
+    """Return one sentence on why a step has nothing to learn from, and what usually helps.
+
+    `finding` is what the run's diagnosis says, if it says something.
+    """
+    if finding is not None:
+        return f"Step {step}: nothing to learn from: {finding.title}"
     if any(name.endswith("/reward_raised") for name in values):
         why = "reward functions raised"
         cure = "to mend what the warnings name"
@@ -199,21 +241,33 @@ def why_no_signal(step: int, values: dict[str, float]) -> str:
     return f"Step {step}: nothing to learn from: {why}{failed}; what helps: {cure}"
 
 
-def whole_run_line(run: RunDirectory) -> str:
-    """Return the outcome of an RL run, and how to inspect it."""
+def format_outcome(run: RunDirectory) -> str:
+    """Return the outcome of an RL run, and the commands that show more, as the user types them."""
     rewards = {
         row["step"]: row["reward/mean"] for row in read_rows(run.metrics) if "reward/mean" in row
     }
-    look = f"look at it: hone dashboard {run.path}, hone doctor {run.path}, hone plot {run.path}"
+    hone = typed_command("hone")
+    place = shorten_path(run.path)
+    lines = [f"{hone} {command} {place}" for command in ("dashboard", "doctor", "plot")]
+    look = "Look at it with:\n" + "\n".join(lines)
     if not rewards:
-        return look[0].upper() + look[1:]
+        return look
     first = min(rewards)
     last = max(rewards)
     best = max(rewards, key=rewards.__getitem__)
     return (
         f"Reward: {rewards[first]:.4f} at step {first}, {rewards[last]:.4f} at step {last}, at best "
-        f"{rewards[best]:.4f} (step {best}); {look}"
+        f"{rewards[best]:.4f} (step {best}). {look}"
     )
+
+
+def typed_command(name: str) -> str:
+    """Return how the user of this process types a command of Hone."""
+    if "UV_RUN_RECURSION_DEPTH" in os.environ:
+        return f"uv run {name}"
+    if shutil.which(name):
+        return name
+    return os.path.relpath(Path(sys.executable).parent / name)
 
 
 def sample_lines(step: int, row: dict[str, Any]) -> str:

@@ -25,6 +25,7 @@ from hone.config.sections import ModelConfig
 from hone.environments import Environment, load_environments
 from hone.evals.held_out import evaluate_environments
 from hone.monitors import trackers
+from hone.monitors.diagnosis_monitor import DiagnosisMonitor
 from hone.monitors.event_loop_lag import Lag
 from hone.monitors.events import EventList, Events
 from hone.monitors.logging_setup import component_log
@@ -141,7 +142,9 @@ class OrchestratorProgram:
             Pulse(run.pulse_file("orchestrator")),
             Watch({"trainer": run.pulse_file("trainer")}, self.log),
         ):
-            self.events = EventList(metrics, RolloutLines(config, config.log_samples))
+            monitor = DiagnosisMonitor(run, self.log, first - 1)
+            lines = RolloutLines(config, config.log_samples, monitor)
+            self.events = EventList(metrics, lines, monitor)
             rows = MetricsRows(self.events, run)
             assert weights.current is not None
             # An earlier orchestrator may have been killed before it wrote this row.

@@ -60,6 +60,7 @@ def _rollout_metrics(groups: StepGroups) -> dict[str, float]:
         failures += group.failures
     prompt = [len(r.turns[0].prompt_ids) for r in rollouts]
     completion = [tokens_of(r) for r in rollouts]
+    logprob = sum(sum(turn.completion.logprobs) for r in rollouts for turn in r.turns)
     whole = [len(r.turns[-1].prompt_ids) + len(r.turns[-1].completion.ids) for r in rollouts]
     return {
         "progress/samples": len(rollouts),
@@ -67,6 +68,8 @@ def _rollout_metrics(groups: StepGroups) -> dict[str, float]:
         "progress/failed": sum(len(g.rollouts) for g in groups.sampled) - len(rollouts),
         **{f"failures/{cause}": failures[cause] for cause in FAILURES},
         **summarize_values("reward", np.array([r.reward for r in rollouts])),
+        "reward/length_correlation": _correlate([r.reward for r in rollouts], completion),
+        "logprob/mean": logprob / max(1, sum(completion)),
         **summarize_values("prompt_len", prompt),
         **summarize_values("completion_len", completion),
         "completion_len/total": sum(completion),
@@ -112,3 +115,10 @@ def _environment_metrics(env: str, rollouts: list[Rollout]) -> dict[str, float]:
 
 def _mean_or_zero(values: list[float] | list[bool]) -> float:
     return float(np.mean(values)) if values else 0.0
+
+
+def _correlate(rewards: list[float], lengths: list[int]) -> float:
+    """Return the correlation of rewards with lengths, -1 to 1; 0 if either does not vary."""
+    if len(rewards) < 2 or np.std(rewards) < 1e-9 or np.std(lengths) < 1e-9:
+        return 0.0
+    return float(np.corrcoef(rewards, lengths)[0, 1])
