@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hone.dashboard.views import Runs
 from tests.integration.conftest import ROOT, TINY, command
 
 MODEL = ROOT / "src/hone/launch/workspace/models/reverse-text-tiny-sft"
@@ -83,13 +84,17 @@ def test_the_doctor_names_what_is_wrong(what, tmp_path):
         model = tmp_path / "model"
         shutil.copytree(MODEL, model)
         (model / "chat_template.jinja").write_text(PLAIN)
-    rl(tmp_path / "run", *words, model=model)
+    console = rl(tmp_path / "run", *words, model=model).stdout
     told = command("hone", "doctor", tmp_path / "run", "--json", ok=expected is None)
     found = json.loads(told.stdout)["rl"]["findings"]
     assert [finding["kind"] for finding in found] == ([expected] if expected else [])
     if expected:
         lines = command("hone", "doctor", tmp_path / "run", ok=False).stdout
-        assert found[0]["title"] in lines and "rollout of step" in lines
+        title = found[0]["title"]
+        assert title in lines and "rollout of step" in lines
+        assert f"| {title} (since step" in console
+        (line,) = Runs(tmp_path, tmp_path / "cache").list_runs()
+        assert line["finding"]["title"] == title
 
 
 def weights(run, step):

@@ -4,8 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from hone.dashboard.index import Index
-from hone.dashboard.tokens import TokenTable
+from hone.dashboard.runs import is_below
 from hone.monitors.diagnosis import METRICS, Diagnosis, Finding, RunFacts, diagnose_run
+from hone.monitors.prompt_check import check_prompt, prompt_files
 from hone.run_directory import RunDirectory, shorten_path, steps_in
 
 EXAMPLES = 5  # rollouts that show a finding
@@ -13,22 +14,25 @@ EXAMPLES = 5  # rollouts that show a finding
 
 def examine_run(index: Index) -> Diagnosis:
     """Return the findings of an SFT or RL run, the worst first, with examples."""
-    prompt = find_odd_prompt(index) if index.run.kind == "rl" else ""
-    diagnosis = diagnose_run(read_facts(index, prompt))
+    diagnosis = diagnose_index(index)
     findings = [_with_examples(finding, index) for finding in diagnosis.findings]
     return replace(diagnosis, findings=findings)
 
 
-def read_facts(index: Index, prompt: str = "") -> RunFacts:
-    """Return what the rules know from a run's indexed metrics."""
+def diagnose_index(index: Index) -> Diagnosis:
+    """Return the findings of a run from its indexed metrics, which is fast."""
     run = index.run
+    place = RunDirectory(run.path, run.kind)
     kept = index.metric_series(list(METRICS), most=10**9)
     series = {
         name: dict(zip(map(int, steps), values, strict=True))
         for name, (steps, values) in kept.items()
     }
-    checkpoints = list(steps_in(RunDirectory(run.path, run.kind).checkpoints))
-    return RunFacts(run.kind, series, prompt, checkpoints, shorten_path(run.path))
+    prompt = ""
+    if run.kind == "rl" and all(is_below(index.root, file) for file in prompt_files(place)):
+        prompt = check_prompt(*prompt_files(place))
+    checkpoints = list(steps_in(place.checkpoints))
+    return diagnose_run(RunFacts(run.kind, series, prompt, checkpoints, shorten_path(run.path)))
 
 
 def _with_examples(finding: Finding, index: Index) -> Finding:
@@ -41,14 +45,3 @@ def _with_examples(finding: Finding, index: Index) -> Finding:
         wanted["truncated"] = 1
     rows = index.find_rollouts(wanted, sort, is_descending, EXAMPLES, 0)["rows"]
     return replace(finding, rollouts=[row["id"] for row in rows])
-
-
-def find_odd_prompt(index: Index) -> str:
-    """Return what is unusual about the first prompt's tokens, judged by the run's tokenizer, or ""."""
-    rows = index.find_rollouts({}, "step", False, 1, 0)["rows"]
-    found = index.read_rollout(rows[0]["id"]) if rows else None
-    turns = (found or {}).get("turns") or [{}]
-    ids = turns[0].get("prompt_ids")
-    if not isinstance(ids, list) or not ids:
-        return ""
-    return TokenTable.of_run(index.root, index.run).find_oddity(ids)

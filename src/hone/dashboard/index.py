@@ -276,6 +276,21 @@ class Index:
                 found[name] = [[step for step, _ in rows], [value for _, value in rows]]
         return found
 
+    def first_and_last(self, name: str) -> tuple[float | None, float | None]:
+        """Return a metric's values at its first and its last step; None if it has none."""
+        sql = """SELECT value FROM points JOIN metrics ON metrics.id = points.metric
+            WHERE name = ? ORDER BY step {} LIMIT 1"""
+        with self.open_reader() as connection:
+            found = [
+                connection.execute(sql.format(way), (name,)).fetchone() for way in ("", "DESC")
+            ]
+        return tuple(None if row is None else row[0] for row in found)  # type: ignore[return-value]
+
+    @property
+    def metrics_stamp(self) -> str | None:
+        """A value that changes when new metrics have been indexed."""
+        return self._seen_metrics
+
     def find_rollouts(
         self, wanted: dict[str, Any], sort: str, descending: bool, most: int, skip: int
     ) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Tokens of a rollout for display: text, sampler and trainer logprobs, loss mask, version."""
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from hone.run_directory import checkpoints_in, steps_in
 from hone.text.detokenizer import TokenTexts, name_of
 from hone.transport.trained_tokens import Seen
 
-MARK = re.compile(r"<\|[a-zA-Z_]{2,24}\|>|\[/?INST\]|<(?:start|end)_of_turn>")
 MAX_TOKENS = 16384  # tokens of a rollout that are shown
 MAX_TOKEN_CHARACTERS = 200  # characters of a token that are shown
 
@@ -42,34 +40,6 @@ class TokenTable:
         if self._texts is None or self._tokenizer.id_to_token(token) is None:
             return f"{token}"
         return name_of(self._texts.bytes_of(token))[:MAX_TOKEN_CHARACTERS]
-
-    def find_oddity(self, prompt: list[int]) -> str:
-        """Return what is unusual about a prompt's tokens, or "" if nothing is.
-
-        It reports chat tokens that are missing or written as ordinary text, and a first token that
-        occurs twice in a row.
-        """
-        if self._tokenizer is None:
-            return ""
-        known = {
-            i: str(token.content) for i, token in self._tokenizer.get_added_tokens_decoder().items()
-        }
-        added = {
-            i: content for i, content in known.items() if re.fullmatch(r"[<\[]\S+[>\]]", content)
-        }
-        used = [token for token in prompt if token in added]
-        text = str(
-            self._tokenizer.decode([t for t in prompt if t not in added], skip_special_tokens=False)
-        )
-        marks = sorted({*MARK.findall(text)})
-        if marks:
-            return f"{', '.join(marks[:3])} is in the prompt as ordinary text: a special token of another tokenizer"
-        if len(added) > 2 and not used:
-            names = ", ".join(sorted(added.values())[:4])
-            return f"The prompt has none of the {len(added)} special tokens of the tokenizer ({names}, …)"
-        if len(prompt) > 1 and prompt[0] == prompt[1] and prompt[0] in added:
-            return f"The prompt begins with {added[prompt[0]]} twice"
-        return ""
 
     def trained_sequences(self, turns: Any, seen: Seen) -> list[dict[str, Any]]:
         """Return the token sequences of a rollout that were trained on, for display.

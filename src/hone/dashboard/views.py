@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hone.dashboard.doctor import examine_run
+from hone.dashboard.doctor import diagnose_index, examine_run
 from hone.dashboard.index import Index
 from hone.dashboard.rollout_columns import clean_text
 from hone.dashboard.runs import (
@@ -23,6 +23,7 @@ from hone.dashboard.runs import (
     run_status,
 )
 from hone.dashboard.tokens import TokenTable
+from hone.monitors.diagnosis import Finding
 from hone.run_directory import RunDirectory, checkpoints_in, steps_in
 from hone.transport.trained_tokens import read_trained
 
@@ -41,6 +42,7 @@ class Runs:
         self.root = root.resolve()
         self.cache = cache
         self._indexes: dict[str, Index] = {}
+        self._findings: dict[str, tuple[str | None, Finding | None]] = {}
         self._lock = threading.Lock()
 
     def find_runs(self) -> dict[str, Run]:
@@ -82,6 +84,8 @@ class Runs:
         step = int(steps[-1]) if steps else 0
         most = config.get("max_steps")
         model = config.get("model") if isinstance(config.get("model"), dict) else {}
+        finding = self.main_finding(index) if run.kind != "eval" else None
+        first, last = index.first_and_last(metric)
         found = {
             "id": run.id,
             "kind": run.kind,
@@ -92,6 +96,9 @@ class Runs:
             "max_steps": most,
             "metric": metric,
             "spark": values,
+            "first": first,
+            "last": last,
+            "finding": finding,
             "age": run_age(run),
             "model": clean_text((model or {}).get("name") or about.get("model") or ""),
             "env": ", ".join(_env_names(environments_of(config))),
@@ -103,9 +110,22 @@ class Runs:
             reward = about.get("reward")
             found |= {
                 "env": clean_text(about.get("env") or ""),
-                "spark": [reward] if isinstance(reward, (int, float)) else [],
+                "last": reward if isinstance(reward, (int, float)) else None,
             }
         return found
+
+    def main_finding(self, index: Index) -> dict[str, Any] | None:
+        """Return the worst finding of a run, or None; it is judged again only after new metrics."""
+        stamp = index.metrics_stamp
+        known = self._findings.get(index.run.id)
+        if known is None or known[0] != stamp:
+            findings = diagnose_index(index).findings
+            known = self._findings[index.run.id] = (stamp, findings[0] if findings else None)
+        finding = known[1]
+        if finding is None:
+            return None
+        names = ("kind", "title", "first_step", "is_problem")
+        return {name: getattr(finding, name) for name in names}
 
     def fork_origin(self, fork: Any) -> dict[str, Any] | None:
         """Return run, step and changed keys from the `fork` entry of a run's manifest, or None.

@@ -79,7 +79,7 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
         signal.signal(signal.SIGTERM, handle_signal)
     done = step_of(sources[0]) if sources else 0
     progress_line = ProgressLine("rl")
-    monitor = DiagnosisMonitor(run, log, done, config.orchestrator.stop_when, logs_findings=False)
+    monitor = DiagnosisMonitor(run, log, done, config.orchestrator.stop_when)
     events = EventList(RLStepLines(config), progress_line, monitor, callbacks)
     try:
         for part in parts:

@@ -70,14 +70,14 @@ class RunFacts:
     Attributes:
         kind: "rl" or "sft".
         series: values of the metrics, by name and step.
-        prompt: what is unusual about a prompt's tokens, or "" if nothing is or none was read.
+        prompt: what is unusual about a prompt's tokens, "" if nothing is; None before one is read.
         checkpoints: steps from which the run can be forked.
         place: directory of the run, as a user types it.
     """
 
     kind: str
     series: dict[str, Series] = field(default_factory=dict)
-    prompt: str = ""
+    prompt: str | None = ""
     checkpoints: list[int] = field(default_factory=list)
     place: str = "RUN"
 
@@ -173,9 +173,9 @@ class RunningDiagnosis:
         # Every rule reads all steps: with the interval growing, a run's cost stays linear.
         if step % max(MIN_STEPS, len(self.facts.headline) // 20):
             return []
-        known = {finding.kind for finding in self.findings}
+        known = {finding.title for finding in self.findings}
         self.findings = diagnose_run(self.facts).findings
-        return [finding for finding in self.findings if finding.kind not in known]
+        return [finding for finding in self.findings if finding.title not in known]
 
 
 def find_wrong_template(facts: RunFacts) -> Finding | None:

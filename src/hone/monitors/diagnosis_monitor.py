@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from hone.monitors.diagnosis import Finding, RunFacts, RunningDiagnosis
 from hone.monitors.events import Events
 from hone.monitors.metrics_log import read_rows
+from hone.monitors.prompt_check import check_prompt, prompt_files
 from hone.run_directory import RunDirectory, shorten_path, steps_in
 
 
@@ -17,7 +18,6 @@ class DiagnosisMonitor(Events):
         log: receives new findings and the reason of a stop.
         done: steps that were taken before a resume; their metrics are read from the run.
         stop_when: kinds of findings that stop the run.
-        logs_findings: False if another process logs the findings.
     """
 
     def __init__(
@@ -26,13 +26,11 @@ class DiagnosisMonitor(Events):
         log: logging.Logger,
         done: int = 0,
         stop_when: Sequence[str] = (),
-        logs_findings: bool = True,
     ) -> None:
         self.run = run
         self.log = log
         self.stop_when = stop_when
-        self.logs_findings = logs_findings
-        facts = RunFacts("rl", place=shorten_path(run.path))
+        facts = RunFacts("rl", prompt=None, place=shorten_path(run.path))
         earlier = [row for row in read_rows(run.metrics) if row["step"] <= done]
         self.diagnosis = RunningDiagnosis(facts, earlier)
 
@@ -41,11 +39,13 @@ class DiagnosisMonitor(Events):
         return self.diagnosis.findings[0] if self.diagnosis.findings else None
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
-        self.diagnosis.facts.checkpoints = list(steps_in(self.run.checkpoints))
+        facts = self.diagnosis.facts
+        facts.checkpoints = list(steps_in(self.run.checkpoints))
+        if facts.prompt is None:
+            facts.prompt = check_prompt(*prompt_files(self.run))
         for finding in self.diagnosis.add_step(step, values):
-            if self.logs_findings:
-                level = logging.WARNING if finding.is_problem else logging.INFO
-                self.log.log(level, "%s", format_finding(finding, step))
+            level = logging.WARNING if finding.is_problem else logging.INFO
+            self.log.log(level, "%s", format_finding(finding, step))
         for finding in self.diagnosis.findings:
             if finding.kind in self.stop_when:
                 self.log.warning(
