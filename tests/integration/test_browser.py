@@ -14,6 +14,7 @@ import pytest
 
 from tests.hangs import HANG_SECONDS
 from tests.integration.conftest import command, until
+from tests.integration.test_doctor import rl as train_rl
 
 pytestmark = pytest.mark.browser
 TOKEN = "a-token-for-tests"
@@ -166,7 +167,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     assert page.locator("svg.timeline rect").count() >= 200
     shot(page, "timeline")
     page.get_by_role("link", name="Doctor").click()
-    page.get_by_text("Nothing that is known to go wrong was found").wait_for()
+    page.get_by_text(re.compile("No known problems found|The task is solved")).wait_for()
 
     # A rollout, token by token, by address too.
     page.get_by_role("link", name="Rollouts").click()
@@ -183,7 +184,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     assert "difference" in facts.inner_text() and "ratio 1.0000" in facts.inner_text()
     for mode in ("trained", "difference", "advantage", "masked", "version"):
         page.locator("article select").first.select_option(value=mode)
-    page.get_by_role("button", name="Its group alone").click()
+    page.get_by_role("button", name="Show only its group").click()
     page.get_by_role("list", name="rollouts of the group").wait_for()
     assert page.get_by_role("listitem").count() == 16
     shot(page, "rollout")
@@ -227,8 +228,8 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     for name in ("first", "second"):
         page.get_by_label(f"choose outputs/{name}:rl").check()
     page.get_by_role("button", name="Compare").click()
-    page.get_by_text("What differs in their configurations").wait_for()
-    page.locator("section[aria-label='reward/mean'] canvas").wait_for()
+    page.get_by_text("Differences between the configurations").wait_for()
+    page.locator("section[aria-label='Reward'] canvas").wait_for()
     assert page.get_by_role("cell", name="max_steps", exact=True).count() == 1
     shot(page, "compare")
     phone = pages(browser, 390, 844, color_scheme="dark")
@@ -242,7 +243,7 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
 
     # Its weights, as an archive that transformers takes.
     page.goto(f"{url}/#/run/outputs%2Ffirst%3Arl/checkpoints")
-    row = page.get_by_role("row").filter(has_text="Model, in the hub's format")
+    row = page.get_by_role("row").filter(has_text="Hugging Face weights")
     with page.expect_download() as download:
         row.get_by_role("button", name="Download").click()
     download.value.save_as(tmp_path / "model.tar")
@@ -252,8 +253,8 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     row.get_by_role("button", name="Evaluate").click()
     page.get_by_text("vf-eval-001").wait_for()
     status_is(page, "done")
-    page.goto(f"{url}/#/")
-    page.get_by_role("link", name="outputs/evals/").click()
+    page.goto(f"{url}/#/?kind=eval")
+    page.get_by_role("link", name="reverse-text · ").click()
     page.get_by_text("150 of 150 rollouts").wait_for()
     page.locator("tr.click").first.click()
     page.get_by_text("right answer").wait_for()
@@ -267,6 +268,116 @@ def test_a_run_from_the_lab_to_its_weights(browser, dashboard, tmp_path):
     )
     assert model.num_parameters() > 1e5 and tokenizer("ab")["input_ids"]
     assert not page.problems and not phone.problems and not again.problems
+
+
+def cell_of(page, run, column):
+    """Return the text of a run's cell in the list."""
+    head = page.locator("thead th").all_inner_texts()
+    number = next(i for i, text in enumerate(head) if text.startswith(column))
+    return page.locator("tbody tr").filter(has_text=run).locator("td").nth(number).inner_text()
+
+
+def test_a_finished_run_is_found_judged_named_looked_into_and_tried(browser, dashboard, tmp_path):
+    root = tmp_path / "root"
+    short = ("--max-steps", 24, "--trainer.optim.lr", "4e-4", "--orchestrator.batch-size", 64)
+    env = {"id": "reverse-text", "args": {"texts": "generated", "min_chars": 4, "max_chars": 10}}
+    held_out = {"interval": 12, "num_examples": 16, "env": [env]}
+    evaluated = ("--orchestrator.eval", json.dumps(held_out))
+    for seed in (1, 2):
+        train_rl(root / f"outputs/seed_{seed}", *short, *evaluated, "--seed", seed)
+    train_rl(root / "outputs/broken", *short, "--trainer.optim.lr", "3e-2")
+    rows = [json.loads(row) for row in (root / "outputs/seed_1/metrics.jsonl").open()]
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    url, page = dashboard(root), pages(browser)
+    page.goto(f"{url}/#token={TOKEN}")
+
+    # The list: the values of the first and the last step, a badge for what is wrong, sorted.
+    page.get_by_role("link", name="outputs/seed_1").wait_for()
+    first, last = re.findall(r"[\d.]+", cell_of(page, "outputs/seed_1", "First"))[:2]
+    assert float(first) == pytest.approx(rewards[0], abs=1e-3)
+    assert float(last) == pytest.approx(rewards[-1], abs=1e-3)
+    page.get_by_text("collapse", exact=True).wait_for()
+    page.get_by_role("button", name="First → last").click()
+    page.locator("th[aria-sort=ascending]").wait_for()
+    assert "outputs/broken" in page.locator("tbody tr").first.inner_text()
+    shot(page, "runs")
+
+    # A name, a tag and a note, which outlive the page; an archived run is hidden.
+    page.get_by_role("link", name="outputs/seed_1").click()
+    page.get_by_role("button", name="Name, tags, note").click()
+    page.get_by_label("name", exact=True).fill("the baseline")
+    page.get_by_label("tags, separated").fill("paper, small")
+    page.get_by_label("note", exact=True).fill("kept for <b>comparison</b>")
+    page.get_by_role("button", name="Save").click()
+    page.get_by_role("heading", name="the baseline").wait_for()
+    page.get_by_text("kept for <b>comparison</b>").wait_for()
+    page.goto(f"{url}/#/run/outputs%2Fbroken%3Arl/overview")
+    page.get_by_text("The policy has collapsed").wait_for()
+    page.get_by_role("button", name="Name, tags, note").click()
+    page.get_by_label("archived").check()
+    page.get_by_role("button", name="Save").click()
+    page.goto(f"{url}/#/")
+    page.get_by_role("button", name="paper").click()
+    until(lambda: page.locator("tbody tr").count() == 1)
+    assert "the baseline" in page.locator("tbody").inner_text()
+    page.get_by_role("button", name="paper").click()
+    until(lambda: page.locator("tbody tr").count() == 2)
+    page.get_by_label("archived (1)").check()
+    until(lambda: page.locator("tbody tr").count() == 3)
+
+    # The charts: other x axes, smoothing, one zoom for all, a chart of any metric, a step's rollouts.
+    page.get_by_role("link", name="the baseline").click()
+    reward = page.locator("section[aria-label=Reward]")
+    reward.get_by_text("before training").wait_for()
+    page.locator("svg.histogram rect").first.wait_for()
+    page.get_by_label("x axis").select_option(value="time")
+    reward.get_by_text(re.compile(r"step 24, [\d.]+ seconds")).wait_for()
+    page.get_by_label("smoothing").fill("0.9")
+    until(lambda: "smooth=0.9" in page.url)
+    page.get_by_label("add a chart").select_option(value="seq_len/mean")
+    page.locator("section[aria-label='seq_len/mean'] canvas").wait_for()
+    shot(page, "charts")
+    page.get_by_label("x axis").select_option(value="step")
+    entropy = page.locator("section[aria-label=Entropy] canvas")
+    before = entropy.evaluate("canvas => canvas.toDataURL()")
+    box = reward.locator(".u-over").bounding_box()
+    page.mouse.move(box["x"] + 0.2 * box["width"], box["y"] + 20)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 0.6 * box["width"], box["y"] + 20, steps=5)
+    page.mouse.up()
+    until(lambda: entropy.evaluate("canvas => canvas.toDataURL()") != before)
+    reward.locator(".u-over").click(position={"x": 0.5 * box["width"], "y": 20})
+    until(lambda: "step_from=" in page.url)
+    page.get_by_text("64 of 1,536 rollouts").wait_for()
+
+    # Another run from this one's configuration: the keys that are not defaults.
+    page.get_by_role("link", name="New run from this").click()
+    text = page.get_by_label("configuration")
+    until(lambda: "lr = 0.0004" in text.input_value())
+    whole = (root / "outputs/seed_1/configs/rl.toml").read_text()
+    assert len(text.input_value().splitlines()) < 0.5 * len(whole.splitlines())
+    page.get_by_text("valid", exact=True).wait_for()
+
+    # Two seeds as a mean with a band.
+    page.goto(f"{url}/#/compare")
+    for name in ("the baseline", "outputs/seed_2"):
+        page.get_by_label(name).check()
+    page.get_by_role("button", name="Compare 2").click()
+    page.locator("section[aria-label=Reward] canvas").wait_for()
+    page.get_by_label("average over seeds").wait_for()
+    page.get_by_text("2 seeds").first.wait_for()
+    shot(page, "seeds")
+
+    # The weights beside the model before training.
+    page.goto(f"{url}/#/run/outputs%2Fseed_1%3Arl/playground")
+    page.get_by_role("button", name="Load them").click()
+    page.get_by_role("button", name="Ask both").click()
+    until(lambda: page.locator(".pair .message").count() == 2)
+    until(lambda: page.get_by_text(re.compile(r"\d+ tokens, (stop|length)")).count() == 2)
+    shot(page, "playground")
+    page.get_by_role("button", name="Unload").click()
+    page.get_by_role("button", name="Unload").wait_for(state="detached")
+    assert not page.problems, page.problems
 
 
 def test_hostile_contents_are_shown_as_text(browser, dashboard, tmp_path):

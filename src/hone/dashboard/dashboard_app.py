@@ -2,7 +2,11 @@
 
 /  /assets/…          the page
 /api/runs, /api/run, /api/series, /api/rollouts, /api/rollout, /api/log, /api/doctor, /api/plot
-/api/lab, /api/lab/check, /api/lab/start, /api/evaluate, /api/jobs/NAME/{stop,kill,resume,remove}, /api/ticket
+/api/histogram, /api/machine
+/api/lab, /api/lab/config, /api/lab/check, /api/lab/start, /api/evaluate, /api/jobs/NAME/{stop,kill,resume,remove}
+/api/note             names, tags and notes
+/api/playground, /api/playground/{start,ask,stop}
+/api/ticket
 /download/TICKET      a checkpoint as an archive, once
 """
 
@@ -12,6 +16,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +30,10 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from hone.dashboard.archive import tar_directory
+from hone.dashboard.gpus import read_gpus
 from hone.dashboard.guard import Guard
 from hone.dashboard.jobs import Jobs
+from hone.dashboard.playground import Playground
 from hone.dashboard.runs import config_of
 from hone.dashboard.views import Runs
 
@@ -67,6 +74,7 @@ class DashboardRoutes:
     def __init__(self, runs: Runs, jobs: Jobs) -> None:
         self.runs = runs
         self.jobs = jobs
+        self.playground = Playground(jobs.home)
         self.tickets: dict[str, tuple[float, Path]] = {}  # valid until, directory
 
     def list_routes(self) -> list[Route | Mount]:
@@ -87,6 +95,12 @@ class DashboardRoutes:
             Route("/api/log", make_route(runs.read_log, "run", "name")),
             Route("/api/doctor", make_route(runs.examine_run, "run")),
             Route("/api/plot", self.get_plot),
+            Route("/api/histogram", make_route(self.read_histogram, "run")),
+            Route("/api/machine", make_route(read_gpus)),
+            Route("/api/note", self.write_note, methods=["POST"]),
+            Route("/api/playground", make_route(self.playground.describe)),
+            Route("/api/playground/{what}", self.use_playground, methods=["POST"]),
+            Route("/api/lab/config", make_route(self.read_changed_keys, "run")),
             Route("/api/lab", make_route(jobs.describe_lab)),
             Route("/api/lab/recipe", make_route(jobs.read_recipe, "name")),
             Route("/api/lab/check", self.check_config, methods=["POST"]),
@@ -161,6 +175,44 @@ class DashboardRoutes:
             return Response(data, media_type="image/png" if kind == "png" else "image/svg+xml")
 
         return await answer_with(draw_plot)
+
+    def read_histogram(self, name: str) -> dict[str, Any]:
+        self.runs.update_run(name)
+        return self.runs.get_run(name)[1].reward_histogram()
+
+    def read_changed_keys(self, name: str) -> dict[str, str]:
+        run = self.runs.get_run(name)[0]
+        return self.jobs.read_changed_keys(run)
+
+    async def write_note(self, request: Request) -> Response:
+        body = await body_of(request)
+
+        def write() -> dict[str, Any]:
+            run = self.runs.get_run(str(body.get("run")))[0]
+            return asdict(self.runs.notes.write(run.id, body))
+
+        return await answer_with(write)
+
+    async def use_playground(self, request: Request) -> Response:
+        body = await body_of(request)
+        what = request.path_params["what"]
+
+        def use() -> dict[str, Any]:
+            if what == "stop":
+                return self.playground.stop()
+            if what == "ask":
+                return self.playground.ask(int_of(str(body.get("model")), -1), body)
+            if what != "start":
+                raise KeyError(what)
+            name = str(body.get("run"))
+            weights = str(body.get("name"))
+            place = self.runs.find_checkpoint(name, weights)
+            models = {weights: os.path.relpath(place, self.jobs.home)}
+            if base := self.runs.run_line(self.runs.get_run(name)[0])["model"]:
+                models["before training"] = base
+            return self.playground.start(models)
+
+        return await answer_with(use)
 
     async def create_ticket(self, request: Request) -> Response:
         body = await body_of(request)

@@ -24,7 +24,7 @@ from hone.dashboard.runs import Run, is_below
 from hone.run_directory import steps_in
 
 MOST_STEP = 2**53  # steps beyond are no steps of a run
-LAYOUT_VERSION = 4  # of the tables; an index with another layout is rebuilt
+LAYOUT_VERSION = 5  # of the tables; an index with another layout is rebuilt
 STEPS_PER_TRANSACTION = 40  # steps per transaction
 ROLLOUTS = "rollouts.jsonl"
 SORTED_BY = ("step", "reward", "advantage", "tokens", "seconds", "turns")
@@ -36,7 +36,7 @@ CREATE TABLE files(step INTEGER PRIMARY KEY, stamp TEXT);
 CREATE TABLE rollouts(
   id INTEGER PRIMARY KEY, step INTEGER, start INTEGER, length INTEGER, grp INTEGER, member INTEGER, env TEXT,
   example TEXT, reward REAL, advantage REAL, tokens INTEGER, stop TEXT, error TEXT, unused TEXT, truncated INTEGER,
-  seconds REAL, turns INTEGER, version INTEGER, logprob REAL, said TEXT);
+  seconds REAL, turns INTEGER, version INTEGER, logprob REAL, asked TEXT, said TEXT);
 CREATE INDEX by_step ON rollouts(step);
 CREATE INDEX by_reward ON rollouts(reward);
 CREATE VIRTUAL TABLE texts USING fts5(text, tokenize='trigram', detail='none', columnsize=0);
@@ -324,6 +324,36 @@ class Index:
                 (*values, most, skip),
             ).fetchall()
         return {"total": total, "rows": [dict(row) for row in rows]}
+
+    def reward_histogram(self, bins: int = 20, most_columns: int = 80) -> dict[str, Any]:
+        """Return how the rewards of a run's rollouts are distributed, by step.
+
+        Returns:
+            low, high: the range of the rewards, divided into `bins` equal bins.
+            steps: first step of each column; a column covers `width` steps, so that there are at
+                most `most_columns`. `last` is the last step.
+            counts: for each column the number of rollouts in each bin.
+        """
+        with self.open_reader() as connection:
+            first, last, low, high = connection.execute(
+                "SELECT min(step), max(step), min(reward), max(reward) FROM rollouts WHERE error = ''"
+            ).fetchone()
+            if first is None:
+                return {"steps": [], "counts": []}
+            low, high = min(low, 0.0), max(high, 1.0 if high > 0 or low == high else high)
+            width = math.ceil((last - first + 1) / most_columns)
+            rows = connection.execute(
+                "SELECT (step - ?) / ?, min(cast((reward - ?) / ? * ? AS INTEGER), ?), count(*) "
+                "FROM rollouts WHERE error = '' GROUP BY 1, 2",
+                (first, width, low, high - low, bins, bins - 1),
+            ).fetchall()
+        columns = 1 + (last - first) // width
+        counts = [[0] * bins for _ in range(columns)]
+        for column, place, count in rows:
+            counts[column][place] = count
+        steps = [first + width * column for column in range(columns)]
+        sizes = {"low": low, "high": high, "width": width, "last": last}
+        return sizes | {"steps": steps, "counts": counts}
 
     def filter_values(self) -> dict[str, list[Any]]:
         """Return the values to filter by: `env`, `stop` reasons, `unused` (why not trained on).

@@ -33,6 +33,7 @@ import hone
 from hone.child_process import HONE, Process, process_exists, start_process
 from hone.config.base import load_config
 from hone.config.command_table import COMMANDS, import_object
+from hone.config.help import format_toml
 from hone.dashboard.runs import (
     Run,
     environments_of,
@@ -143,6 +144,21 @@ class Jobs:
             else "rl"
         )
         return {"toml": text, "command": guess}
+
+    def read_changed_keys(self, run: Run) -> dict[str, str]:
+        """Return the keys of a run's configuration that are not defaults, to start another run.
+
+        Raises ValueError if the run keeps no configuration of its command.
+        """
+        command = "sft" if run.kind == "sft" else "rl"
+        file = run.path / "configs" / f"{command}.toml"
+        if not is_below(self.root, file):
+            raise ValueError(f"{run.id} keeps no {command}.toml")
+        config = load_config(import_object(COMMANDS[command][0]), ["@", str(file)])
+        values = config.model_dump(mode="json", exclude_defaults=True)
+        for key in ("output_dir", "resume", "clean"):
+            values.pop(key, None)
+        return {"toml": format_toml(values), "command": command}
 
     def check_config(self, command: str, toml: str) -> dict[str, Any]:
         """Validate a configuration for a command.

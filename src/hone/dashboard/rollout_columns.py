@@ -6,6 +6,7 @@ from typing import Any
 
 from hone.text.messages import show_message
 
+LISTED_CHARACTERS = 160  # characters of a prompt and a completion in the list
 SEARCHED_CHARACTERS = 4000  # characters searched at the beginning and at the end of a rollout
 
 
@@ -40,7 +41,8 @@ def row_columns(row: dict[str, Any]) -> tuple[tuple[Any, ...], str]:
         len(turns),
         _int_or_zero(turns[0].get("version")) if turns else -1,
         _mean_logprob(turns),
-        clean_text(said)[:160],
+        clean_text(asked[-1] if asked else "")[:LISTED_CHARACTERS],
+        clean_text(said)[:LISTED_CHARACTERS],
     )
     return columns, text
 

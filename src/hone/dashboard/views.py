@@ -3,11 +3,13 @@
 import json
 import logging
 import threading
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from hone.dashboard.doctor import diagnose_index, examine_run
 from hone.dashboard.index import Index
+from hone.dashboard.notes import Notes, RunNote
 from hone.dashboard.rollout_columns import clean_text
 from hone.dashboard.runs import (
     Run,
@@ -44,6 +46,7 @@ class Runs:
         self._indexes: dict[str, Index] = {}
         self._findings: dict[str, tuple[str | None, Finding | None]] = {}
         self._lock = threading.Lock()
+        self.notes = Notes(self.root)
 
     def find_runs(self) -> dict[str, Run]:
         return find_runs(self.root)
@@ -64,9 +67,10 @@ class Runs:
     def list_runs(self) -> list[dict[str, Any]]:
         """Return a row per run, newest first; runs whose files cannot be shown are left out."""
         lines = []
+        notes = self.notes.read_all()
         for run in self.find_runs().values():
             try:
-                line = self.run_line(run)
+                line = self.run_line(run) | asdict(notes.get(run.id, RunNote()))
                 json.dumps(line, allow_nan=False, ensure_ascii=False).encode()
             except (ValueError, ArithmeticError, RecursionError, TypeError, LookupError) as error:
                 log.warning("%r is not listed: %s: %s", run.id, type(error).__name__, error)
@@ -154,6 +158,7 @@ class Runs:
         )
         return {
             **self.run_line(run),
+            **asdict(self.notes.read_all().get(run.id, RunNote())),
             "components": component_ages(run),
             "configs": configs,
             "logs": self.log_names(run),

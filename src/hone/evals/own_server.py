@@ -104,16 +104,7 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
     For an adapter, the server loads the base model too. Raises ValueError with the server's message
     if it does not start.
     """
-    words = ["--model.name", model]
-    name = model
-    adapter = Path(model).expanduser() / "adapter_config.json"
-    if adapter.is_file() and not (adapter.parent / "config.json").exists():
-        base = json.loads(adapter.read_text()).get("base_model_name_or_path")
-        if not base:
-            raise ValueError(
-                f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)"
-            )
-        words = ["--model.name", base, "--adapters", json.dumps({name: str(adapter.parent)})]
+    words = server_arguments(model)
     words += [] if chat_template is None else ["--model.chat-template", chat_template]
     print(f"no server is given: {model} is loaded here for this evaluation", flush=True)
     with tempfile.TemporaryDirectory() as directory:
@@ -126,9 +117,25 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
             stderr=subprocess.DEVNULL,
         )
         try:
-            yield Endpoint(_await_url(process, report), name, None, is_own=True)
+            yield Endpoint(_await_url(process, report), model, None, is_own=True)
         finally:
             end_processes(process, term_seconds=10.0)
+
+
+def server_arguments(model: str) -> list[str]:
+    """Return the arguments of `inference` that serve a model or an adapter under the name `model`.
+
+    Raises ValueError if an adapter does not name its base model.
+    """
+    adapter = Path(model).expanduser() / "adapter_config.json"
+    if not adapter.is_file() or (adapter.parent / "config.json").exists():
+        return ["--model.name", model]
+    base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+    if not base:
+        raise ValueError(
+            f"{adapter} does not say of which model it is an adapter (base_model_name_or_path)"
+        )
+    return ["--model.name", base, "--adapters", json.dumps({model: str(adapter.parent)})]
 
 
 def _await_url(process: Process, report: Path) -> str:
