@@ -8,15 +8,22 @@ import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from hone.config.base import load_config
+from hone.config.help import to_toml
+from hone.config.rl_config import RLConfig
 from hone.dashboard import jobs as jobs_module
 from hone.dashboard.archive import tar_directory
 from hone.dashboard.dashboard_app import ASSETS, build_app
+from hone.dashboard.gpus import parse_gpus
 from hone.dashboard.index import Index
 from hone.dashboard.jobs import Job, Jobs
-from hone.dashboard.runs import find_runs, run_status
+from hone.dashboard.notes import Notes, RunNote, parse_note
+from hone.dashboard.playground import Playground
+from hone.dashboard.runs import Run, find_runs, run_status
 from hone.dashboard.tokens import TokenTable
 from hone.monitors.diagnosis import (
     RunFacts,
@@ -506,6 +513,87 @@ def test_a_running_diagnosis_names_each_finding_once_and_knows_the_steps_before_
     found = [new.kind for row in rows[20:] for new in resumed.add_step(row["step"], row)]
     assert found == ["collapse"]
     assert resumed.facts.series == whole.facts.series
+
+
+def test_notes_are_kept_beside_the_runs_and_made_safe(tmp_path):
+    notes = Notes(tmp_path)
+    kept = notes.write(
+        "outputs/a:rl", {"label": " a\tname ", "tags": ["x", " x", "", 3], "note": "why"}
+    )
+    assert kept == RunNote("a name", ["x", "3"], "why")
+    notes.write("outputs/b:rl", {"is_archived": True})
+    assert Notes(tmp_path).read_all() == {
+        "outputs/a:rl": kept,
+        "outputs/b:rl": RunNote(is_archived=True),
+    }
+    notes.write("outputs/b:rl", {})
+    assert list(notes.read_all()) == ["outputs/a:rl"]
+    for broken in ("", "[]", "{", '{"outputs/a:rl": 3, "x": {"tags": "no list", "label": ["a"]}}'):
+        notes.file.write_text(broken)
+        assert all(isinstance(note, RunNote) for note in notes.read_all().values())
+    long = parse_note({"label": "x" * 999, "note": "y" * 99999, "tags": list(range(99))})
+    assert len(long.label) == 120 and len(long.note) == 10_000 and len(long.tags) == 20
+
+
+def test_gpus_are_read_from_the_lines_of_nvidia_smi():
+    text = "0, NVIDIA H200, 97, 41337, 143771\n1, Tesla, [N/A], 5, 10\n\nno line of it\n"
+    first, second = parse_gpus(text)
+    assert first == {
+        "index": "0",
+        "name": "NVIDIA H200",
+        "busy": 0.97,
+        "used": 41337.0,
+        "total": 143771.0,
+    }
+    assert second["busy"] is None
+
+
+def test_rewards_are_counted_by_step_and_bin(run):
+    for step in range(4, 10):
+        write_step(run, step, [rollout(step, i, reward=i / 4 - 0.3) for i in range(5)])
+    index = index_of(run)
+    index.update_index()
+    found = index.reward_histogram(bins=4, most_columns=5)
+    rows = index.find_rollouts({}, "step", False, 1000, 0)["rows"]
+    assert (found["width"], found["steps"], found["last"]) == (2, [1, 3, 5, 7, 9], 9)
+    assert sum(map(sum, found["counts"])) == len(rows)
+    whole = index.reward_histogram(bins=4)
+    for step, counts in zip(whole["steps"], whole["counts"], strict=True):
+        rewards = [row["reward"] for row in rows if row["step"] == step]
+        edges = np.linspace(whole["low"], whole["high"], 5)
+        assert counts == np.histogram(rewards, edges)[0].tolist()
+
+
+def test_another_run_starts_from_the_keys_that_are_no_defaults(tmp_path):
+    run = tmp_path / "outputs" / "x"
+    config = load_config(
+        RLConfig,
+        [
+            "--model.name",
+            "m",
+            "--orchestrator.env.id",
+            "reverse-text",
+            "--max-steps",
+            "7",
+            "--trainer.optim.lr",
+            "3e-5",
+        ],
+    )
+    (run / "configs").mkdir(parents=True)
+    (run / "configs" / "rl.toml").write_text(to_toml(config))
+    found = Jobs(tmp_path).read_changed_keys(Run("outputs/x:rl", "rl", run))
+    assert len(found["toml"].splitlines()) < 30 and found["command"] == "rl"
+    file = tmp_path / "again.toml"
+    file.write_text(found["toml"])
+    again = load_config(RLConfig, ["@", str(file)])
+    assert again.model_dump(exclude={"output_dir"}) == config.model_dump(exclude={"output_dir"})
+
+
+def test_a_model_whose_name_is_an_option_is_not_served(tmp_path):
+    with pytest.raises(ValueError, match="no name of a model"):
+        Playground(tmp_path).start({"weights": "--model.trust-remote-code"})
+    with pytest.raises(ValueError, match="not ready"):
+        Playground(tmp_path).ask(0, {})
 
 
 def test_colours_have_the_contrast_that_small_text_needs():

@@ -237,6 +237,7 @@ class Index:
         connection = sqlite3.connect(f"file:{self.file}?mode=ro", uri=True, timeout=30)
         try:
             connection.execute("PRAGMA cache_size=-16000")
+            connection.execute("BEGIN")  # all queries of a reader see the same state
             yield connection
         finally:
             connection.close()

@@ -125,8 +125,10 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
 def server_arguments(model: str) -> list[str]:
     """Return the arguments of `inference` that serve a model or an adapter under the name `model`.
 
-    Raises ValueError if an adapter does not name its base model.
+    Raises ValueError if the name looks like an option, or an adapter does not name its base model.
     """
+    if model.startswith("-"):
+        raise ValueError(f"{model!r} is no name of a model")
     adapter = Path(model).expanduser() / "adapter_config.json"
     if not adapter.is_file() or (adapter.parent / "config.json").exists():
         return ["--model.name", model]

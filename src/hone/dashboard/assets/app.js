@@ -10,6 +10,7 @@ import { RunPage } from "/assets/run_page.js";
 
 const THEMES = { auto: "◐", light: "☀", dark: "☾" };
 const THEME_KEY = "hone-theme";
+const PAGES = ["runs", "run", "compare", "lab"];
 
 function useTheme() {
   const [theme, setTheme] = useState(() => {
@@ -35,7 +36,7 @@ function useTheme() {
 function App() {
   const { parts, asked } = useRoute();
   const [theme, nextTheme] = useTheme();
-  const page = parts[0] || "runs";
+  const page = PAGES.includes(parts[0]) ? parts[0] : "runs";
   useEffect(() => {
     document.title = page === "run" ? `${parts[1]} · Hone` : "Hone";
   }, [parts.join("/")]);

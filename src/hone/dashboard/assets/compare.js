@@ -1,7 +1,7 @@
 // Several runs side by side: their curves, single or grouped over seeds, and what differs.
 import { html, useMemo, useState } from "/assets/vendor/preact-htm.js";
 import { api, query, savePlot, usePolled } from "/assets/api.js";
-import { Chart, ChartControls, xOfStep } from "/assets/charts.js";
+import { Chart, ChartControls, isAlwaysZero, xOfStep } from "/assets/charts.js";
 import { COLORS, ErrorText, FindingBadge, colorOf, nameOf } from "/assets/format.js";
 import { COMPARED, X_METRICS } from "/assets/metrics.js";
 import { changeParameters, runPath } from "/assets/routes.js";
@@ -84,6 +84,8 @@ function Comparison({ ids, asked, theme }) {
     const data = (i) => convertX(series.data[i][name], toXs[i]);
     return isGrouped ? groupLines(groups, data) : singleLines(runs.data, data);
   };
+  const charts = COMPARED.map((chart) => ({ ...chart, lines: linesOf(chart.name) }));
+  const shown = charts.filter((chart) => chart.log || !isAlwaysZero(chart.lines));
   return html`<div class="row">
       <h1>Compare</h1>
       ${runs.data.map(
@@ -111,7 +113,7 @@ function Comparison({ ids, asked, theme }) {
       <button class="link" onClick=${() => savePlot(ids.join("|"), "png", "compare")}>PNG</button>
     </div>
     <div class="grid" style=${{ margin: "1rem 0" }}>
-      ${COMPARED.map(
+      ${shown.map(
         (chart) =>
           html`<${Chart}
             key=${chart.title}
@@ -121,7 +123,6 @@ function Comparison({ ids, asked, theme }) {
             isConverted=${true}
             legend=${true}
             smoothing=${+(asked.smooth || 0)}
-            lines=${linesOf(chart.name)}
           />`,
       )}
     </div>

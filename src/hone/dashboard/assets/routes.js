@@ -1,6 +1,6 @@
 // Addresses: /run/ID/TAB?key=value after #, so that a view can be sent to others.
 import { useEffect, useState } from "/assets/vendor/preact-htm.js";
-import { query } from "/assets/api.js";
+import { query, takeTokenFromAddress } from "/assets/api.js";
 
 export function currentRoute() {
   const [path, parameters] = (location.hash.slice(1) || "/").split("?");
@@ -26,7 +26,10 @@ export const runPath = (id, tab = "overview") => `/run/${encodeURIComponent(id)}
 export function useRoute() {
   const [route, setRoute] = useState(currentRoute());
   useEffect(() => {
-    const update = () => setRoute(currentRoute());
+    const update = () => {
+      takeTokenFromAddress();
+      setRoute(currentRoute());
+    };
     addEventListener("hashchange", update);
     update();
     return () => removeEventListener("hashchange", update);
