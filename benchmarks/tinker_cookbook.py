@@ -135,6 +135,7 @@ def main() -> None:
         steps=len(rows),
         right_first=right[0],
         right_last=right[-1],
+        right_mean_of_last_10=round(sum(right[-10:]) / len(right[-10:]), 3),
         most_kl_sample_train=f"{max(differences):.1e}",
         recipe_seconds=seconds,
         model_seconds=made - begun,

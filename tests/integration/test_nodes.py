@@ -194,7 +194,7 @@ def test_the_panes_of_tmux_show_a_run(trained, tmp_path):
 
         expected = {
             panes["RL", "Trainer"]: "Weights of step 6",
-            panes["RL", "Orchestrator"]: "Step 6 in all",
+            panes["RL", "Orchestrator"]: "Step 6 | Time",
             panes["RL", "Inference"]: "Serving",
             "try:Monitor": "Step 6",
         }

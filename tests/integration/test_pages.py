@@ -53,6 +53,43 @@ def commands_of(page):
     return [line.split(" #")[0].strip() for line in lines if line.strip()]
 
 
+def run_python_of(page):
+    """Run the Python blocks of a page; return the names that they define."""
+    text = (ROOT / "docs" / page).read_text()
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        exec(compile(block, page, "exec"), names)
+    return names
+
+
+def test_own_data_is_converted_and_rewarded_as_the_page_says(tmp_path):
+    page = run_python_of("data.md")
+    shared = {
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    }
+    alpaca = {"instruction": "Add.", "input": "2, 2", "output": "4"}
+    table = {"question": "2 + 2?", "answer": "4"}
+    rows = [page["from_sharegpt"](shared), page["from_alpaca"](alpaca), page["from_table"](table)]
+    page["write_rows"](tmp_path / "rows.jsonl", rows)
+    read = [json.loads(line) for line in (tmp_path / "rows.jsonl").open()]
+    texts = [[turn["content"] for turn in to_messages(row)] for row in read]
+    assert texts == [["Hi", "Hello"], ["Add.\n\n2, 2", "4"], ["2 + 2?", "4"]]
+    page["write_rows"](tmp_path / "questions.jsonl", [table] * 5)
+    environment = page["load_environment"](str(tmp_path / "questions.jsonl"), held_out=2)
+    train, held_out = environment.get_dataset(), environment.get_eval_dataset()
+    assert (len(train), len(held_out)) == (3, 2) and train[0].answer == "4"
+
+
+def test_rewards_of_the_page_give_partial_credit():
+    page = run_python_of("rewards.md")
+    said = [{"role": "assistant", "content": "abcX"}]
+    assert page["right_beginning"](said, "abcd") == 0.75
+    assert page["right_beginning"]([{"content": ""}], "") == 0
+    tests = {"tests": [lambda text: True, lambda text: "X" not in text]}
+    assert page["share_of_tests"](said, tests) == 0.25
+    assert page["share_of_tests"]([{"content": "abcd"}], tests) == 1
+
+
 def rows_of(page):
     """The rows of data that a page shows."""
     text = (ROOT / "docs" / page).read_text()
@@ -125,7 +162,7 @@ def test_the_dashboard_page(place):
         seen.append(
             command(*words, cwd=place, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).stdout
         )
-    assert "Dashboard over" in seen[0] and "nothing that is known" in seen[1]
+    assert "Dashboard over" in seen[0] and "no known problems found" in seen[1]
     assert (place / "outputs" / "slower" / "weights" / "step_42").exists()
     assert (place / "outputs" / "curves.png").stat().st_size > 10_000 and "<svg" in (
         place / "both.svg"
