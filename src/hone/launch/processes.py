@@ -34,7 +34,7 @@ from hone.monitors import trackers
 from hone.monitors.diagnosis_monitor import DiagnosisMonitor
 from hone.monitors.events import EventList, Events
 from hone.monitors.progress_line import ProgressLine
-from hone.monitors.step_lines import RLStepLines, format_outcome
+from hone.monitors.step_lines import QUIET_VARIABLE, RLStepLines, format_outcome
 from hone.process_report import read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
@@ -79,7 +79,7 @@ def run_components(config: RLConfig, callbacks: Events | None = None) -> None:
         signal.signal(signal.SIGTERM, handle_signal)
     done = step_of(sources[0]) if sources else 0
     progress_line = ProgressLine("rl")
-    monitor = DiagnosisMonitor(run, log, done, config.orchestrator.stop_when)
+    monitor = DiagnosisMonitor(run, log, done, config.orchestrator.stop_when, logs_findings=False)
     events = EventList(RLStepLines(config), progress_line, monitor, callbacks)
     try:
         for part in parts:
@@ -150,7 +150,8 @@ class Child:
             str(config.absolute()),
         ]
         secrets = secrets_variable(part.config.model_dump(mode="json"))
-        self.environment = {**part.environment, "PYTHONUNBUFFERED": "1", **secrets}
+        own = {"PYTHONUNBUFFERED": "1", QUIET_VARIABLE: "1"}
+        self.environment = {**part.environment, **own, **secrets}
         if part.node:
             self.environment["HONE_PARENT_PID"] = "0"
         # Trainer and orchestrator write their own logs and print to the console; inference only has

@@ -14,6 +14,7 @@ from typing import Any
 UNSURE_NATS = -2.0  # mean logprob of sampled tokens: below it the model is guessing
 TRUNCATED_SHARE = 0.5  # share of truncated completions
 STALE_STEPS = 4.0  # off-policy steps of trained tokens
+OLD_STEPS = 0.5  # mean age of tokens from which a mismatch may come from it
 MISMATCH_NATS = 0.05  # mismatch KL, nats a token
 DROPPED_SHARE = 0.3  # share of tokens that the loss drops
 LOST_SHARE = 0.5  # share of the reward gained that is lost again
@@ -398,22 +399,27 @@ def find_staleness(facts: RunFacts) -> Finding | None:
     dropped = [step for step in masked if masked[step] >= DROPPED_SHARE]
     if max(len(late), len(wide), len(dropped)) < max(MIN_STEPS, 0.3 * len(behind)):
         return None
-    is_old = len(late) >= max(MIN_STEPS, 0.3 * len(behind))
+    title = "Sampler and trainer disagree"
     helps = [
-        "Lower max_async_level (1 is usually enough) and orchestrator.max_off_policy_steps.",
-        "Give the slower side more: a step's time/generate and time/train say which one it is.",
+        "The sampler's logprobs are not the trainer's: compare dtype and engine on both sides.",
+        "weights/canary_difference says how far apart they are on the same text; truncated "
+        "importance sampling and masks (trainer.loss) only limit the damage.",
     ]
-    if not is_old:
+    if len(late) >= max(MIN_STEPS, 0.3 * len(behind)):
+        title = "The trainer learns from tokens of an old policy"
         helps = [
-            "The sampler's logprobs are not the trainer's: compare dtype and engine on both sides.",
-            "weights/canary_difference says how far apart they are on the same text; truncated "
-            "importance sampling and masks (trainer.loss) only limit the damage.",
+            "Lower max_async_level (1 is usually enough) and orchestrator.max_off_policy_steps.",
+            "Give the slower side more: a step's time/generate and time/train say which it is.",
+        ]
+    elif mean_of(behind.values()) >= OLD_STEPS:
+        title = "The policy changes much between sampling and training"
+        helps = [
+            "Lower the learning rate (trainer.optim.lr), or set max_async_level = 0.",
+            "Give the slower side more: a step's time/generate and time/train say which it is.",
         ]
     return Finding(
         "stale",
-        "The trainer learns from tokens of an old policy"
-        if is_old
-        else "Sampler and trainer disagree",
+        title,
         min([*late, *wide, *dropped]),
         f"Tokens were {mean_of(behind.values()):.1f} steps old on average, the mismatch KL was "
         f"{mean_of(apart.values()):.1e}, and the loss left out {mean_of(masked.values()):.0%} of "

@@ -18,6 +18,7 @@ class DiagnosisMonitor(Events):
         log: receives new findings and the reason of a stop.
         done: steps that were taken before a resume; their metrics are read from the run.
         stop_when: kinds of findings that stop the run.
+        logs_findings: False if another process logs the findings.
     """
 
     def __init__(
@@ -26,10 +27,12 @@ class DiagnosisMonitor(Events):
         log: logging.Logger,
         done: int = 0,
         stop_when: Sequence[str] = (),
+        logs_findings: bool = True,
     ) -> None:
         self.run = run
         self.log = log
         self.stop_when = stop_when
+        self.logs_findings = logs_findings
         facts = RunFacts("rl", prompt=None, place=shorten_path(run.path))
         earlier = [row for row in read_rows(run.metrics) if row["step"] <= done]
         self.diagnosis = RunningDiagnosis(facts, earlier)
@@ -44,8 +47,9 @@ class DiagnosisMonitor(Events):
         if facts.prompt is None:
             facts.prompt = check_prompt(*prompt_files(self.run))
         for finding in self.diagnosis.add_step(step, values):
-            level = logging.WARNING if finding.is_problem else logging.INFO
-            self.log.log(level, "%s", format_finding(finding, step))
+            if self.logs_findings:
+                level = logging.WARNING if finding.is_problem else logging.INFO
+                self.log.log(level, "%s", format_finding(finding, step))
         for finding in self.diagnosis.findings:
             if finding.kind in self.stop_when:
                 self.log.warning(

@@ -17,6 +17,8 @@ from hone.monitors.metrics_log import read_rows
 from hone.monitors.trackers import Rows, spread_by_reward
 from hone.run_directory import RunDirectory, shorten_path
 
+QUIET_VARIABLE = "HONE_QUIET_STEPS"  # set by `rl` for its components: it prints their steps itself
+
 
 class StepLines(Events):
     """Base class of listeners that log lines for events.
@@ -27,7 +29,7 @@ class StepLines(Events):
 
     def __init__(self, config: RunConfig, log: str, is_on_console: bool = True) -> None:
         """`is_on_console` is False if another listener prints the steps there."""
-        self.is_on_console = is_on_console
+        self.is_on_console = is_on_console and QUIET_VARIABLE not in os.environ
         self.max_steps = getattr(config, "max_steps", None)
         self.log_interval = config.log_interval
         self.log = logging.getLogger(f"hone.{log}")
