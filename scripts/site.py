@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / ".site" / "pages"
 HTML = ROOT / ".site" / "html"
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
+IMAGE = re.compile(r"<img\b[^>]*>")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.) ", re.MULTILINE)
 
 
@@ -30,6 +31,16 @@ def find_broken_lists(directory: Path) -> list[str]:
     return found
 
 
+def find_images_without_text(directory: Path) -> list[str]:
+    """Return the images of built pages that have no alternative text."""
+    return [
+        f"{page.relative_to(directory)}: {image[:80]}"
+        for page in sorted(directory.rglob("*.html"))
+        for image in IMAGE.findall(page.read_text())
+        if not re.search(r'\balt="[^"]+"', image)
+    ]
+
+
 def main() -> int:
     shutil.rmtree(PAGES, ignore_errors=True)
     words = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
@@ -42,8 +53,9 @@ def main() -> int:
     words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file"]
     if code := subprocess.run([*words, ROOT / "mkdocs.yml"]).returncode:
         return code
-    for line in (broken := find_broken_lists(HTML)):
-        print(f"a list without a blank line before it: {line}", file=sys.stderr)
+    broken = [f"a list without a blank line before it: {line}" for line in find_broken_lists(HTML)]
+    broken += [f"an image without text: {line}" for line in find_images_without_text(HTML)]
+    print(*broken, sep="\n", end="\n" if broken else "", file=sys.stderr)
     return int(bool(broken))
 
 
