@@ -12,9 +12,28 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / ".site" / "pages"
 HTML = ROOT / ".site" / "html"
+# Pages that answer fewer questions than they have words: how far down search results they go.
+BOOSTS = {
+    "benchmarks/RESULTS.md": 0.1,
+    "benchmarks/README.md": 0.3,
+    "CHANGELOG.md": 0.1,
+    "CONTRIBUTING.md": 0.3,
+    "docs/configuration.md": 0.3,
+    "docs/reference.md": 0.3,
+    "docs/architecture.md": 0.5,
+    "docs/exact.md": 0.5,
+    "docs/tutorial.md": 0.5,
+}
 PARAGRAPH = re.compile(r"<p>(.*?)</p>", re.DOTALL)
 IMAGE = re.compile(r"<img\b[^>]*>")
 ITEM = re.compile(r"^\s*(?:[-*+]|\d+\.) ", re.MULTILINE)
+
+
+def rank_in_search(page: Path, name: str) -> None:
+    """Leave a page that is not in the navigation out of the search, or give it its boost."""
+    is_listed = f": {name}\n" in (ROOT / "mkdocs.yml").read_text()
+    rule = f"boost: {BOOSTS.get(name, 1)}" if is_listed else "exclude: true"
+    page.write_text(f"---\nsearch:\n  {rule}\n---\n{page.read_text()}")
 
 
 def find_broken_lists(directory: Path) -> list[str]:
@@ -50,6 +69,8 @@ def main() -> int:
             target = PAGES / name
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
+            if source.suffix == ".md":
+                rank_in_search(target, name)
     words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file"]
     if code := subprocess.run([*words, ROOT / "mkdocs.yml"]).returncode:
         return code

@@ -270,7 +270,8 @@ def run_helm(runner: Runner) -> None:
 def run_browser(runner: Runner) -> None:
     if shutil.which("google-chrome") is None:
         install_debian_packages(runner, "chromium", "chromium")
-    runner.run(UV, "sync", "--quiet", "--locked", "--inexact", "--group", "browser")
+    groups = ("--group", "browser", "--group", "site")
+    runner.run(UV, "sync", "--quiet", "--locked", "--inexact", *groups)
     runner.run(*PYTEST, "-m", "browser", "tests/integration/test_browser.py")
 
 

@@ -6,14 +6,18 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import tarfile
+import threading
 import time
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from tests.hangs import HANG_SECONDS
-from tests.integration.conftest import command, until
+from tests.integration.conftest import ROOT, command, until
 from tests.integration.test_doctor import rl as train_rl
 
 pytestmark = pytest.mark.browser
@@ -378,6 +382,44 @@ def test_a_finished_run_is_found_judged_named_looked_into_and_tried(browser, das
     page.get_by_role("button", name="Unload").click()
     page.get_by_role("button", name="Unload").wait_for(state="detached")
     assert not page.problems, page.problems
+
+
+SEARCHES = {
+    "install": "index.html",
+    "own data": "data.html",
+    "learning rate": "hyperparameters.html",
+    "group size": "hyperparameters.html",
+    "out of memory": "gpu.html",
+    "reward function": "rewards.html",
+    "resume checkpoint": "checkpoints.html",
+    "which models are supported": "models.html",
+    "custom environment": "environments.html",
+    "vllm": "inference.html",
+    "evaluate": "evaluation.html",
+    "lora": "lora.html",
+    "dpo": "preferences.html",
+    "slurm": "slurm.html",
+}
+
+
+def test_a_search_of_the_site_finds_the_right_page_first(browser):
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    words = [sys.executable, ROOT / "scripts" / "site.py"]
+    subprocess.run(words, env=environment, check=True, timeout=HANG_SECONDS)
+    site = functools.partial(SimpleHTTPRequestHandler, directory=ROOT / ".site" / "html")
+    with ThreadingHTTPServer(("127.0.0.1", 0), site) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        page, found = pages(browser), {}
+        for search in SEARCHES:
+            page.goto(f"http://127.0.0.1:{server.server_port}/index.html")
+            page.locator("input.md-search__input").click()
+            page.locator("input.md-search__input").press_sequentially(search, delay=20)
+            page.locator(".md-search-result__item").first.wait_for()
+            page.wait_for_timeout(500)  # results of the whole text replace those of its beginning
+            link = page.locator(".md-search-result__item a").first.get_attribute("href")
+            found[search] = link.split("?")[0].rpartition("/")[2].split("#")[0]
+        server.shutdown()
+    assert found == SEARCHES
 
 
 def test_hostile_contents_are_shown_as_text(browser, dashboard, tmp_path):
