@@ -181,7 +181,7 @@ def test_environments_of_the_newest_library_are_learned(tmp_path):
     for name in names:
         rewards = [row[f"reward/{name}"] for row in rows if f"reward/{name}" in row]
         assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.03
-    assert all(0 < row["time/rollout/environment"] < 60 for row in rows)
+    assert all(row["time/rollout/environment"] > 0 for row in rows)
 
 
 @pytest.mark.verifiers
