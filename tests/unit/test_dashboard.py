@@ -496,7 +496,12 @@ def test_the_rules_on_sides_that_disagree_and_rollouts_that_fail():
 @pytest.mark.parametrize(("checkpoints", "advice"), [([5, 10, 20], "@10 "), ([], "start the run")])
 def test_a_collapse_names_a_checkpoint_that_exists(checkpoints, advice):
     rewards = {step: 0.8 if step < 15 else 0.0 for step in range(1, 31)}
-    facts = RunFacts("rl", {"reward/mean": rewards}, checkpoints=checkpoints, place="outputs/x")
+    facts = RunFacts(
+        "rl",
+        {"reward/mean": rewards},
+        list_checkpoints=lambda: checkpoints,
+        place="outputs/x",
+    )
     found = find_collapse(facts)
     assert found.first_step == 15
     assert any(advice in text for text in found.helps)

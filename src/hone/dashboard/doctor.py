@@ -28,11 +28,20 @@ def diagnose_index(index: Index) -> Diagnosis:
         name: dict(zip(map(int, steps), values, strict=True))
         for name, (steps, values) in kept.items()
     }
-    prompt = ""
-    if run.kind == "rl" and all(is_below(index.root, file) for file in prompt_files(place)):
-        prompt = check_prompt(*prompt_files(place))
-    checkpoints = list(steps_in(place.checkpoints))
-    return diagnose_run(RunFacts(run.kind, series, prompt, checkpoints, shorten_path(run.path)))
+
+    def read_prompt() -> str:
+        files = prompt_files(place)
+        is_safe = all(is_below(index.root, file) for file in files)
+        return check_prompt(*files) if is_safe else ""
+
+    facts = RunFacts(
+        run.kind,
+        series,
+        read_prompt,
+        lambda: steps_in(place.checkpoints),
+        shorten_path(run.path),
+    )
+    return diagnose_run(facts)
 
 
 def _with_examples(finding: Finding, index: Index) -> Finding:

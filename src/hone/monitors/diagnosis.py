@@ -71,15 +71,16 @@ class RunFacts:
     Attributes:
         kind: "rl" or "sft".
         series: values of the metrics, by name and step.
-        prompt: what is unusual about a prompt's tokens, "" if nothing is; None before one is read.
-        checkpoints: steps from which the run can be forked.
+        read_prompt: returns what is unusual about a prompt's tokens, or "" if nothing is. It is
+            called only if the rewards make it matter, since it loads a tokenizer.
+        list_checkpoints: returns the steps from which the run can be forked.
         place: directory of the run, as a user types it.
     """
 
     kind: str
     series: dict[str, Series] = field(default_factory=dict)
-    prompt: str | None = ""
-    checkpoints: list[int] = field(default_factory=list)
+    read_prompt: Callable[[], str] = str
+    list_checkpoints: Callable[[], Iterable[int]] = tuple
     place: str = "RUN"
 
     def add_row(self, step: int, values: dict[str, float]) -> None:
@@ -185,9 +186,12 @@ def find_wrong_template(facts: RunFacts) -> Finding | None:
     known = [facts.metric("logprob/mean")[s] for s in first if s in facts.metric("logprob/mean")]
     mean = mean_of(known)
     highest = max(facts.metric("reward/mean")[step] for step in first)
-    if highest > 0.1 or not (facts.prompt or mean < UNSURE_NATS):
+    if highest > 0.1:
         return None
-    seen = facts.prompt or (
+    oddity = facts.read_prompt()
+    if not oddity and mean >= UNSURE_NATS:
+        return None
+    seen = oddity or (
         f"The first sampled tokens had a logprob of {mean:.1f} on average; a model that knows the "
         "format of its prompt is far surer"
     )
@@ -255,17 +259,18 @@ def find_constant_reward(facts: RunFacts) -> Finding | None:
 def find_solved(facts: RunFacts) -> Finding | None:
     """Find a task that is learned: for some time nearly all groups are solved by all rollouts."""
     solved = facts.metric("batch/solve_all")
-    last = sorted(solved)[-SOLVED_STEPS:]
-    if len(last) < SOLVED_STEPS or mean_of(solved[step] for step in last) < SOLVED_SHARE:
-        return None
     steps = sorted(solved)
+    last = steps[-SOLVED_STEPS:]
+    share = mean_of(solved[step] for step in last)
+    if len(last) < SOLVED_STEPS or share < SOLVED_SHARE:
+        return None
     level = _running_mean([solved[step] for step in steps], MIN_STEPS)
-    below = [i for i, share in enumerate(level) if share < 0.9 * SOLVED_SHARE]
+    below = [i for i, mean in enumerate(level) if mean < 0.9 * SOLVED_SHARE]
     return Finding(
         "solved",
         "The task is solved: nearly all groups get the full reward in every rollout",
         steps[min(below[-1] + 1, len(steps) - 1)] if below else steps[0],
-        f"In the last {len(last)} steps {mean_of(solved[s] for s in last):.0%} of the groups were "
+        f"In the last {len(last)} steps {share:.0%} of the groups were "
         "solved by all rollouts; they teach nothing more.",
         [
             "Stop here and evaluate the weights, or go on with harder examples.",
@@ -279,7 +284,8 @@ def find_missing_signal(facts: RunFacts) -> Finding | None:
     """Find runs in whose last steps the rollouts of most groups have equal rewards."""
     idle = facts.metric("batch/without_signal")
     last = sorted(idle)[-max(MIN_STEPS, len(idle) // 4) :]
-    if not last or mean_of(idle[step] for step in last) < NO_SIGNAL_SHARE:
+    share = mean_of(idle[step] for step in last)
+    if not last or share < NO_SIGNAL_SHARE:
         return None
     if mean_of(facts.metric("batch/solve_all").get(step, 0.0) for step in last) > 0.5:
         return None  # the task is learned
@@ -288,7 +294,7 @@ def find_missing_signal(facts: RunFacts) -> Finding | None:
         "Few groups have anything to learn from",
         next(step for step in sorted(idle) if idle[step] >= NO_SIGNAL_SHARE),
         f"In the last {len(last)} steps all rollouts had the same reward in "
-        f"{mean_of(idle[step] for step in last):.0%} of the groups.",
+        f"{share:.0%} of the groups.",
         [
             "More rollouts an example (orchestrator.rollouts_per_example), or a finer reward.",
             "Leave out examples that are too easy or too hard: "
@@ -328,7 +334,7 @@ def find_collapse(facts: RunFacts) -> Finding | None:
 
 def _advise_fork(facts: RunFacts, first_bad: int) -> str:
     """Return how to start again from before a step: from a checkpoint that exists, or anew."""
-    usable = [step for step in facts.checkpoints if step < first_bad]
+    usable = [step for step in facts.list_checkpoints() if step < first_bad]
     if usable:
         return (
             "Fork the run from its last checkpoint before that, with other keys: "

@@ -1,5 +1,6 @@
 """Listener that reports findings while a run is running, and stops the run on chosen ones."""
 
+import functools
 import logging
 from collections.abc import Sequence
 
@@ -14,7 +15,6 @@ class DiagnosisMonitor(Events):
     """Diagnose an RL run as its steps complete.
 
     Attributes:
-        run: the run.
         log: receives new findings and the reason of a stop.
         done: steps that were taken before a resume; their metrics are read from the run.
         stop_when: kinds of findings that stop the run.
@@ -29,11 +29,16 @@ class DiagnosisMonitor(Events):
         stop_when: Sequence[str] = (),
         logs_findings: bool = True,
     ) -> None:
-        self.run = run
         self.log = log
         self.stop_when = stop_when
         self.logs_findings = logs_findings
-        facts = RunFacts("rl", prompt=None, place=shorten_path(run.path))
+        facts = RunFacts(
+            "rl",
+            # A prompt that is odd stays so: one look at it is enough.
+            read_prompt=functools.cache(lambda: check_prompt(*prompt_files(run))),
+            list_checkpoints=lambda: steps_in(run.checkpoints),
+            place=shorten_path(run.path),
+        )
         earlier = [row for row in read_rows(run.metrics) if row["step"] <= done]
         self.diagnosis = RunningDiagnosis(facts, earlier)
 
@@ -42,10 +47,6 @@ class DiagnosisMonitor(Events):
         return self.diagnosis.findings[0] if self.diagnosis.findings else None
 
     def on_step(self, step: int, values: dict[str, float]) -> bool:
-        facts = self.diagnosis.facts
-        facts.checkpoints = list(steps_in(self.run.checkpoints))
-        if facts.prompt is None:
-            facts.prompt = check_prompt(*prompt_files(self.run))
         for finding in self.diagnosis.add_step(step, values):
             if self.logs_findings:
                 level = logging.WARNING if finding.is_problem else logging.INFO
