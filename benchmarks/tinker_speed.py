@@ -1,6 +1,7 @@
 """Steps of clients of `hone tinker`, through Tinker's SDK, against a step of `rl` with the same work.
 
-    python benchmarks/tinker_speed.py [--shape Qwen3-0.6B] [--clients 1 4] [--steps 6] [--no-rl]
+    python benchmarks/tinker_speed.py [--shape Qwen3-0.6B] [--clients 1 4] [--steps 12] [--no-rl]
+        [--no-merge]
 
 A client's step is that of RL with LoRA of rank 32: 128 samples (16 prompts of 37 tokens, 8 of each, 128 tokens), one
 forward_backward with importance_sampling, one optim_step, and weights saved for the next samples. Clients are processes
@@ -80,7 +81,9 @@ def run_client(base: str, steps: int, seed: int, completion: int) -> None:
 
 
 def serve_and_measure(args: argparse.Namespace, model: Path, work: Path) -> dict[int, dict]:
-    options = ("--model.random-init", "--max-model-len", 1024)
+    options = ["--model.random-init", "--max-model-len", 1024]
+    if args.no_merge:
+        options += ["--no-merge", "--sampling-adapters", max(args.clients)]
     found = {}
     with serve_tinker(model, work, *options) as environment:
         for clients in args.clients:
@@ -117,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--completion", type=int, default=COMPLETION)
     parser.add_argument("--no-rl", action="store_true")
+    parser.add_argument("--no-merge", action="store_true", help="as of `hone tinker`")
     parser.add_argument("--client", help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()
