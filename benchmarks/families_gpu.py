@@ -1,10 +1,11 @@
 """Families on Hone's own blocks on one GPU: decoding and training against the limits of the hardware.
 
-    python benchmarks/families_gpu.py [--models Gemma-3-1B …] [--batch 32] [--tokens 16384] [--profile DIR]
+    python benchmarks/families_gpu.py [--models Gemma-3-1B …] [--batch 32 …] [--tokens 16384] [--profile DIR]
 
 Shapes of published models, random weights, bf16. Decoding: `--batch` sequences, a prompt of 64 tokens, 128 more; the
 time of a step is the difference between completions of 129 tokens and of one, over 128. Its limit is the larger of the
 time to read the weights and the keys and values once, and the time of the arithmetic at the rate of a large product.
+Of a mixture of experts, only experts that a token chooses are read; their expected number counts.
 Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of 512, every token a target,
 without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
 """
@@ -65,6 +66,12 @@ GRANITE = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 8.0,
 }
+EXPERTS = {
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
 FAMILIES = {
     "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
@@ -77,6 +84,9 @@ FAMILIES = {
     "Ministral-3-3B": describe("Ministral3", 26, 3072, 9216, 32, 8, vocab_size=131072)
     | {"rope_parameters": YARN},
     "SmolLM3-3B": describe("SmolLM3", 36, 2048, 11008, 16, 4),
+    "MoE-2.7B": describe("Qwen3Moe", 24, 1024, 0, 16, 8, **EXPERTS, vocab_size=151936),
+    "Qwen3-30B-A3B": describe("Qwen3Moe", 48, 2048, 6144, 32, 4, **EXPERTS, vocab_size=151936)
+    | {"num_experts": 128, "moe_intermediate_size": 768, "tie_word_embeddings": False},
     "Granite-3.3-2B": describe("Granite", 40, 2048, 8192, 32, 8, **GRANITE, vocab_size=49159)
     | {"head_dim": 64},
     "Phi-4-mini": describe("Phi3", 32, 3072, 8192, 24, 8, vocab_size=200064)
@@ -155,7 +165,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
@@ -168,18 +178,22 @@ def main() -> None:
         for work in ("decode", "train"):
             save[work] = args.profile and args.profile / f"{name}-{work}.txt"
         model = build_model(FAMILIES[name])
-        decode = measure_decoding(model, args.batch, save["decode"])
-        torch.cuda.empty_cache()
-        train = measure_training(model, args.tokens, save["train"])
         spec = model.spec
-        limits = step_limits(spec, args.batch, PROMPT + COMPLETION / 2, rate, flops)
+        figures = {}
+        for batch in args.batch:
+            decode = measure_decoding(model, batch, save["decode"])
+            limit = max(step_limits(spec, batch, PROMPT + COMPLETION / 2, rate, flops))
+            end = f"_{batch}" if len(args.batch) > 1 else ""
+            figures |= {f"decode_step_ms{end}": 1e3 * decode, f"decode_limit_ms{end}": 1e3 * limit}
+            figures[f"decode_share{end}"] = limit / decode
+            print(name, batch, figures, flush=True)
+            torch.cuda.empty_cache()
+        train = measure_training(model, args.tokens, save["train"])
         needed = 3 * spec.flops_per_token(SEQUENCE / 2) * args.tokens
         finish(
             model=name,
             parameters=spec.parameter_count(),
-            decode_step_ms=1e3 * decode,
-            decode_limit_ms=1e3 * max(limits),
-            decode_share=max(limits) / decode,
+            **figures,
             trained_tokens_per_s=args.tokens / train,
             mfu=needed / train / flops,
         )

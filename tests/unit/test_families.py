@@ -16,12 +16,19 @@ from hone.config.rl_config import RLConfig, TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.engine.packed_model import PackedModel
+from hone.kernels.expert_products import multiply_groups
 from hone.models.adapters import Adapter, Adapters
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
-from hone.models.hf import hf_names
-from hone.models.layers import grouped_linear
-from hone.models.lora import add_lora, lora_modules
+from hone.models.hf import hf_names, hf_tensors
+from hone.models.lora import (
+    Merged,
+    adapter_tensors,
+    add_lora,
+    lora_modules,
+    merge_adapter,
+    write_adapter,
+)
 from hone.models.transformer import Transformer
 from hone.orchestrator.group import samples_of
 from hone.records import (
@@ -94,28 +101,68 @@ def test_fast_paths_are_refused_by_asking():
 
 
 def test_grouped_products_with_groups_of_none():
-    x, weights = torch.randn(5, 4), torch.randn(4 * 3, 4)
-    found = grouped_linear(x, weights, torch.tensor([2, 0, 3, 0]))
-    torch.testing.assert_close(found, torch.cat([x[:2] @ weights[:3].T, x[2:] @ weights[6:9].T]))
-    assert grouped_linear(x[:0], weights, torch.tensor([0, 0, 0, 0])).shape == (0, 3)
+    x, weights = torch.randn(5, 4), torch.randn(4, 3, 4)
+    found = multiply_groups(x, weights, torch.tensor([2, 0, 3, 0]))
+    torch.testing.assert_close(found, torch.cat([x[:2] @ weights[0].T, x[2:] @ weights[2].T]))
+    assert multiply_groups(x[:0], weights, torch.tensor([0, 0, 0, 0])).shape == (0, 3)
 
 
-def test_adapters_of_a_mixture_are_those_of_attention():
+@pytest.mark.parametrize("rank", [3, 8])
+@pytest.mark.parametrize("targets", [None, ["up_proj"], ["gate_proj", "down_proj", "q_proj"]])
+def test_adapters_of_experts_are_those_of_merged_weights(tmp_path, rank, targets):
+    """Outputs, gradients, files and merged weights, against torch on weights merged by hand."""
     model = made("experts")
-    add_lora(model, LoRAConfig(rank=2), seed=0)
-    assert {name.rsplit(".", 1)[-1] for lora in lora_modules(model) for name in lora.targets} == {
-        *model.spec.linear_shapes
+    config = LoRAConfig(rank=rank, alpha=7, targets=targets)
+    add_lora(model, config, seed=0)
+    names = {name.rsplit(".", 1)[-1] for lora in lora_modules(model) for name in lora.targets}
+    assert names == set(targets or model.spec.linear_shapes)
+    base = made("experts")
+    leaves, weights = {}, dict(hf_tensors(base))
+    with torch.no_grad():
+        for lora in lora_modules(model):
+            lora.B.normal_()
+    for lora in lora_modules(model):
+        for name, a, b in lora.named_pairs():
+            leaves[name] = [x.clone().requires_grad_() for x in (a, b)]
+            merged = weights[f"{name}.weight"] + config.scale * leaves[name][1] @ leaves[name][0]
+            weights[f"{name}.weight"] = merged
+    parameters = {
+        ours: torch.cat([weights[name] for name in theirs])
+        for ours, theirs in hf_names(base.spec).items()
     }
-    with pytest.raises(
-        ValueError, match="lora.targets: up_proj has no adapter in this model; q_proj, k_proj"
-    ):
-        add_lora(made("experts"), LoRAConfig(targets=["q_proj", "up_proj"]), seed=0)
+    tokens = torch.randint(0, 50, (23,))
+    attention = PackedAttention([9, 14], "cpu")
+    inputs = (tokens, attention.token_positions(), attention)
+    found = model(*inputs)
+    wanted = torch.func.functional_call(base, parameters, inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    direction = torch.randn_like(found)
+    for out in (found, wanted):
+        (out * direction).sum().backward()
+    for lora in lora_modules(model):
+        of_a, of_b = (x.grad for x in (lora.A, lora.B))
+        theirs = [leaves[name] for name in lora.targets]
+        for one, others in ((of_a, [a for a, _ in theirs]), (of_b, [b for _, b in theirs])):
+            other = torch.cat([x.grad for x in others])
+            torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+    write_adapter(adapter_tensors(model), config, model.spec, "base", tmp_path / "adapter")
+    into = dict(hf_tensors(base))
+    merge_adapter(into, tmp_path / "adapter")
+    copy = dict(hf_tensors(Merged(model).model))
+    assert all(torch.equal(copy[name], into[name]) for name in into)
+    start = LoRAConfig(rank=rank, alpha=7, targets=targets, start_from=tmp_path / "adapter")
+    again = made("experts")
+    add_lora(again, start, seed=1)
+    torch.testing.assert_close(again(*inputs), found, rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_of_experts_cannot_be_chosen_by_request():
+    with pytest.raises(ValueError, match="lora.targets: upp_proj has no adapter in this model"):
+        add_lora(made("experts"), LoRAConfig(targets=["q_proj", "upp_proj"]), seed=0)
     expert = Adapter(
         2, {"model.layers.0.mlp.experts.1.up_proj": (torch.zeros(2, 32), torch.zeros(16, 2))}
     )
-    with pytest.raises(
-        ValueError, match=r"the model has no linear model.layers.0.mlp.experts.1.up_proj"
-    ):
+    with pytest.raises(ValueError, match=r"experts.1.up_proj is an expert's"):
         Adapters(made("experts")).load_adapter("a", expert)
 
 

@@ -100,13 +100,11 @@ class KVCache:
         """
         if self.routing is None:
             return
-        routing_TR = self.routing.new_zeros(len(cells_T), self.routing.shape[1])
-        for mixture, own_TK in zip(
-            model.expert_layers, routing_TR.chunk(len(model.expert_layers), 1), strict=True
-        ):
-            assert mixture.chosen_TK is not None
-            is_whole = kept_N is None or mixture is not model.expert_layers[-1]
-            own_TK[slice(None) if is_whole else kept_N] = (mixture.chosen_TK + 1).to(torch.int16)
+        chosen = [mixture.chosen_TK for mixture in model.expert_layers]
+        if kept_N is not None:
+            known_TK = chosen[-1].new_full((len(cells_T), chosen[-1].shape[1]), -1)
+            chosen[-1] = known_TK.index_copy_(0, kept_N, chosen[-1])
+        routing_TR = (torch.cat(chosen, 1) + 1).to(torch.int16)
         self.routing[cells_T] = routing_TR
 
     def routing_of(self, pages: list[int], count: int) -> NDArray[np.int16] | None:

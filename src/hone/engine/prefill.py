@@ -116,10 +116,14 @@ class Prefill:
             self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph
         )
 
-        model = self.model  # local name, to avoid a reference cycle through the graph
+        # Local names, to avoid a reference cycle through the graph
+        model = self.model
+        cache = self.cache
 
         def forward() -> Tensor:
-            return model(inputs.tokens_T, inputs.positions_T, attention, inputs.kept_N)
+            hidden_ND: Tensor = model(inputs.tokens_T, inputs.positions_T, attention, inputs.kept_N)
+            cache.note_routing(model, inputs.cells_T, inputs.kept_N)
+            return hidden_ND
 
         self.captured.capture(shape, forward)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from hone.models.hf import find_weight, hf_names, split_rows
 from hone.models.language_model import LanguageModel
-from hone.models.layers import Linear
+from hone.models.layers import ExpertLinear, Linear
 
 # Keys of an adapter_config.json that change what an adapter computes, with the values for plain B A
 # x. Other keys may only say how it was trained or where it came from.
@@ -73,6 +73,11 @@ class Adapter:
 
     rank: int
     weights: dict[str, tuple[Tensor, Tensor]]
+
+
+def takes_adapters(module: object) -> bool:
+    """Return True if each token of this layer's input can have an adapter of its own."""
+    return isinstance(module, Linear) and not isinstance(module, ExpertLinear)
 
 
 def read_adapter(directory: Path) -> Adapter:
@@ -195,6 +200,11 @@ class Adapters:
         """
         sources = self._linear_shapes()
         for target, (a, b) in adapter.weights.items():
+            if target not in sources and ".experts." in target:
+                raise ValueError(
+                    f"adapter {name}: {target} is an expert's; an adapter of experts cannot be "
+                    "chosen by request: serve the run's weights, in which it is merged"
+                )
             if target not in sources:
                 raise ValueError(f"adapter {name}: the model has no linear {target}")
             outputs, inputs = sources[target]
@@ -246,7 +256,7 @@ class Adapters:
         modules = dict(self.model.named_modules())
         for ours, theirs in hf_names(self.model.spec).items():
             module = modules.get(ours.removesuffix(".weight"))
-            if not ours.startswith("blocks.") or not isinstance(module, Linear):
+            if not ours.startswith("blocks.") or not takes_adapters(module):
                 continue
             parts = split_rows(self.model.spec, ours, find_weight(self.model, ours))
             for name, part in zip(theirs, parts, strict=True):
@@ -261,8 +271,9 @@ class Adapters:
         modules = dict(self.model.named_modules())
         for ours, theirs in hf_names(self.model.spec).items():
             module = modules.get(ours.removesuffix(".weight"))
-            if not isinstance(module, Linear) or not ours.endswith(".weight"):
+            if not takes_adapters(module) or not ours.endswith(".weight"):
                 continue
+            assert isinstance(module, Linear)
             rows_A = []
             columns_B = []
             owners = []

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.kernels import gpu
+from hone.kernels.expert_products import decode_experts, multiply_experts
 from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm, normalize_projections, offset_norm
-from hone.kernels.swiglu import geglu, swiglu, swiglu_reference
+from hone.kernels.swiglu import geglu, swiglu
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.mixers import Mixer
@@ -215,7 +217,7 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """Mixture of experts (Qwen3-MoE): each token uses k of E small MLPs, by router softmax.
 
-    Plain torch. Weights of all experts are stacked: gate_up (E2F x D), down (ED x F).
+    Weights of all experts are stacked: gate_up (E2F x D), down (ED x F).
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
@@ -226,13 +228,22 @@ class Experts(nn.Module):
         self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
         self.chosen_TK: Tensor | None = None  # of the last forward
         self.differs_TK: Tensor | None = None  # given experts that the router would not have chosen
-        self.router, self.gate_up, self.down = (
-            Weight(spec.experts * rows, columns) for rows, columns in ((1, D), (2 * F_, D), (D, F_))
-        )
+        self.router = Weight(spec.experts, D)
+        self.gate_up = ExpertLinear(spec.experts, D, 2 * F_)
+        self.down = ExpertLinear(spec.experts, F_, D)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        """Return the outputs, T x D, or, by GPU kernels without gradients, K x T x D to be summed."""
+        K = self.spec.experts_per_token
+        weights = (self.gate_up.weight_EOI, self.down.weight_EOI)
+        deltas = (self.gate_up.delta, self.down.delta)
+        if gpu.takes(x_TD) and self.given_TK is None and deltas == (None, None):
+            parts_KTD, self.chosen_TK = decode_experts(
+                x_TD, self.router.weight, *weights, K, self.spec.normalizes
+            )
+            return parts_KTD
         probabilities_TE = F.linear(x_TD, self.router.weight).softmax(-1, dtype=torch.float32)
-        weight_TK, expert_TK = probabilities_TE.topk(self.spec.experts_per_token)
+        weight_TK, expert_TK = probabilities_TE.topk(K)
         if self.given_TK is not None:
             is_own_TK = self.given_TK < 0
             self.differs_TK = ~is_own_TK & (self.given_TK[:, :, None] != expert_TK[:, None]).all(-1)
@@ -241,35 +252,33 @@ class Experts(nn.Module):
         self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        # M = T x k pairs of a token and an expert, ordered by expert.
-        order_M = expert_TK.flatten().argsort(stable=True)
-        counts_E = torch.bincount(expert_TK.flatten(), minlength=self.spec.experts)
-        # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
-        x_MD = F.embedding(order_M // self.spec.experts_per_token, x_TD)
-        hidden_MF = swiglu_reference(grouped_linear(x_MD, self.gate_up.weight, counts_E))
-        out_MD = grouped_linear(hidden_MF, self.down.weight, counts_E)
-        out_TKD = F.embedding(order_M.argsort(), out_MD).view(*expert_TK.shape, -1)
-        return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)
+        return multiply_experts(x_TD, *weights, weight_TK, expert_TK, *deltas)
+
+
+class ExpertLinear(Linear):
+    """The weights of one linear of all experts, stacked by rows.
+
+    Attributes:
+        delta: training adapter of M rows that are ordered by expert, and the numbers of rows by
+            expert (`lora.py`).
+    """
+
+    delta: Callable[[Tensor, Tensor], Tensor] | None  # type: ignore[assignment]
+
+    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, experts * outputs)
+        self.experts = experts
+
+    @property
+    def weight_EOI(self) -> Tensor:
+        """Return the weight as experts x outputs x inputs."""
+        return self.weight.view(self.experts, -1, self.weight.shape[1])
+
+    def forward(self, x_MI: Tensor) -> Tensor:
+        raise TypeError("the products of experts are computed together, by Experts")
 
 
 class Weight(nn.Module):
     def __init__(self, rows: int, columns: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
-
-
-def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows of x by the weight of its expert.
-
-    Group e has counts_E[e] rows; weights are stacked, EO x I.
-    """
-    weights = weight_EOI.view(len(counts_E), -1, weight_EOI.shape[1])
-    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
-        return F.grouped_mm(
-            x_MI, weights.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
-        )
-    parts = x_MI.split(counts_E.tolist())
-    return torch.cat(
-        [F.linear(part, weights[e]) for e, part in enumerate(parts) if len(part)]
-        or [weights.new_empty(0, weights.shape[1])]
-    )

@@ -22,16 +22,18 @@ from torch import Tensor, nn
 
 from hone.config.lora_config import LoRAConfig
 from hone.kernels import numerics
+from hone.kernels.expert_products import multiply_groups
 from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.dithering import dither_
 from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
-from hone.models.layers import Linear
+from hone.models.layers import ExpertLinear, Linear
 from hone.models.spec import ModelSpec
 
 HEAD = "lm_head"
+RANK_MULTIPLE = 8  # rows of grouped products begin at multiples of 16 bytes
 Whole = Callable[[Tensor], Tensor]
 
 
@@ -112,6 +114,76 @@ class LoRA(nn.Module):
         return merged.to(dtype)
 
 
+class ExpertLoRA(LoRA):
+    """LoRA adapters of one linear of all experts: each expert has an A and a B of its own.
+
+    A holds the A of all experts, of gate and up in turn, stacked by rows; so does B.
+    """
+
+    def __init__(
+        self, weight: Tensor, names: list[str], heights: list[int], config: LoRAConfig, experts: int
+    ) -> None:
+        nn.Module.__init__(self)
+        self.config = config
+        self.experts = experts
+        self.heights = dict(zip(names, heights, strict=True))
+        targets = config.targets or ()
+        self.targets = [name for name in names if name.rsplit(".", 1)[-1] in targets]
+        # Of the linears that an expert's weight stacks, those with an adapter
+        self.adapted = [name in self.targets for name in names[: len(names) // experts]]
+        rows = sum(self.heights[name] for name in self.targets)
+        self.A = nn.Parameter(weight.new_empty(config.rank * len(self.targets), weight.shape[1]))
+        self.B = nn.Parameter(weight.new_zeros(rows, config.rank))
+
+    def forward(self, x_MI: Tensor, counts_E: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the adapters' part of the product, M x outputs.
+
+        Args:
+            x_MI: rows ordered by expert.
+            counts_E: number of rows of each expert.
+        """
+        if not self.is_plain and torch.is_grad_enabled():
+            x_MI = F.dropout(x_MI, self.config.dropout)
+        a_ERI, b_EOR = self._stacked_factors()
+        return multiply_groups(multiply_groups(x_MI, a_ERI, counts_E), b_EOR, counts_E)
+
+    def _stacked_factors(self) -> tuple[Tensor, Tensor]:
+        """Return A (E x R x I) and the block-diagonal B (E x O x R, with the scale) of the experts.
+
+        R is rounded up, as torch's grouped product needs it.
+        """
+        E = self.experts
+        rank = self.config.rank
+        width = -(-rank * sum(self.adapted) // RANK_MULTIPLE) * RANK_MULTIPLE
+        a_ERI = self.A.view(E, -1, self.A.shape[1])
+        a_ERI = F.pad(a_ERI, (0, 0, 0, width - a_ERI.shape[1]))
+        height = next(iter(self.heights.values()))
+        blocks = (self.B * self.config.scale).view(E, -1, height, rank).unbind(1)
+        wide = [self.B.new_zeros(E, height, width)] * len(self.adapted)
+        places = [i for i, is_adapted in enumerate(self.adapted) if is_adapted]
+        for i, (place, block) in enumerate(zip(places, blocks, strict=True)):
+            wide[place] = F.pad(block, (i * rank, width - (i + 1) * rank))
+        return a_ERI, torch.cat(wide, 1)
+
+    def add_to(self, weight_OI: Tensor, dtype: torch.dtype, whole: Whole = _as_it_is) -> Tensor:
+        if not weight_OI.is_cuda:
+            return super().add_to(weight_OI, dtype, whole)
+        # All experts at once: there are thousands of linears
+        E = self.experts
+        merged = weight_OI.to(torch.float32, copy=True)
+        parts = merged.view(E, len(self.adapted), -1, weight_OI.shape[1])
+        count = sum(self.adapted)
+        factors = [whole(x.detach()).to(weight_OI.device, torch.float32) for x in (self.A, self.B)]
+        a, b = (x.view(E, count, -1, x.shape[1]) for x in factors)
+        places = [i for i, is_adapted in enumerate(self.adapted) if is_adapted]
+        for i, place in enumerate(places):
+            changed = torch.baddbmm(parts[:, place], b[:, i], a[:, i], alpha=self.config.scale)
+            for one in changed:
+                dither_(one, dtype)
+            parts[:, place] = changed
+        return merged.to(dtype)
+
+
 def add_product(
     weight_OI: Tensor, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype
 ) -> None:
@@ -185,7 +257,11 @@ def add_lora(
     for linear, name in list_linears(model):
         heights = [len(part) for part in split_rows(model.spec, name, linear.weight)]
         theirs = [hf.removesuffix(".weight") for hf in table[name]]
-        lora = LoRA(linear.weight, theirs, heights, config)
+        lora = (
+            ExpertLoRA(linear.weight, theirs, heights, config, linear.experts)
+            if isinstance(linear, ExpertLinear)
+            else LoRA(linear.weight, theirs, heights, config)
+        )
         if lora.targets:
             lora.draw_values(generator)
             linear.delta = lora

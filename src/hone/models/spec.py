@@ -189,6 +189,10 @@ class ModelSpec:
         """Return True if the linear of this HF name may have a LoRA adapter."""
         return True
 
+    def count_linears(self, name: str) -> int:
+        """Return how many linears of this HF name a block has."""
+        return 1
+
     def stacked_rows(self, name: str) -> tuple[int, ...] | int:
         """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
         if self.fuses_projections:

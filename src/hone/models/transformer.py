@@ -267,8 +267,7 @@ class Transformer(LanguageModel):
     @property
     def stays_on_device(self) -> bool:
         """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
-        is_dense = self.spec.feed_forward == "mlp"
-        return is_dense and gpu.takes_model(self.embed.weight, self.spec.head_dim)
+        return gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property
     def prefills_on_device(self) -> bool:

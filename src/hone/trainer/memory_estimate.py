@@ -106,7 +106,9 @@ def _saved_by_eight_bits(spec: ModelSpec, lora: LoRAConfig | None, itemsize: int
     """Return by how many bytes 8-bit blocks are smaller; one block is in the model's dtype at a time."""
     if lora is None or lora.base_bits == 16:
         return 0
-    of_block = sum(a * b for a, b in spec.linear_shapes.values())
+    # Experts keep their dtype
+    shapes = spec.linear_shapes.items()
+    of_block = sum(a * b for name, (a, b) in shapes if spec.count_linears(name) == 1)
     weights = of_block * spec.num_hidden_layers
     return weights * itemsize - weights - weights * itemsize // BLOCK_INPUTS - of_block * itemsize
 
@@ -132,11 +134,9 @@ def estimate_rl(
 
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
     """Return the number of trained adapter weights, without those of `modules_to_save`."""
-    return (
-        lora.rank
-        * spec.num_hidden_layers
-        * sum(sum(spec.linear_shapes[name]) for name in lora.targets or spec.linear_shapes)
-    )
+    targets = lora.targets or spec.linear_shapes
+    sizes = [spec.count_linears(name) * sum(spec.linear_shapes[name]) for name in targets]
+    return lora.rank * spec.num_hidden_layers * sum(sizes)
 
 
 def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
@@ -145,7 +145,8 @@ def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
     fused = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
     for group in fused:
         names |= group & spec.linear_shapes.keys() if names & group else set()
-    weights = sum(a * b for a, b in (spec.linear_shapes[name] for name in names))
+    shapes = {name: spec.linear_shapes[name] for name in names}
+    weights = sum(spec.count_linears(name) * a * b for name, (a, b) in shapes.items())
     return spec.num_hidden_layers * weights * itemsize
 
 

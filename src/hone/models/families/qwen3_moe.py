@@ -25,9 +25,8 @@ class Qwen3Moe(ModelSpec):
     def routing_shape(self) -> tuple[int, int]:
         return self.num_hidden_layers, self.experts_per_token
 
-    @property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        return self.attention_linears
+    def count_linears(self, name: str) -> int:
+        return 1 if name in self.attention_linears else self.experts
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         each = [f"experts.{i}" for i in range(self.experts)]
@@ -51,7 +50,7 @@ class Qwen3Moe(ModelSpec):
 
     @property
     def kept_feed_forward(self) -> int:
-        return self.experts_per_token * (2 * self.hidden_size + 4 * self.intermediate_size)
+        return self.experts_per_token * (2 * self.hidden_size + 3 * self.intermediate_size)
 
 
 def parse_qwen3_moe(config: dict[str, Any], origin: str) -> dict[str, Any]:

@@ -1,0 +1,223 @@
+"""The feed-forward part of a mixture of experts: products of each expert's rows with its weight.
+
+    x ─ rows of each expert ─ gate and up ─ SwiGLU ─ down ─ times the pair's weight ─ sum over K ─► T x D
+
+A pair is a token and one of its K experts; M = T x K. Tensors with M rows hold the pairs in the
+order of their experts. On a GPU, Triton kernels gather the rows and find the experts on the device
+(`kernels/gpu/expert_kernels.py`); otherwise torch multiplies expert by expert.
+
+Shapes: T tokens, D hidden, E experts, K experts per token, F feed-forward of one expert.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hone.kernels import gpu
+from hone.kernels.swiglu import swiglu
+
+if TYPE_CHECKING:
+    from hone.kernels.gpu.expert_kernels import ExpertRows
+
+# What an adapter adds to a grouped product: of M rows and the numbers of rows per expert, M rows.
+Delta = Callable[[Tensor, Tensor], Tensor]
+
+
+def order_pairs(expert_TK: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs ordered by expert (M), and the number of pairs of each expert (E).
+
+    Both int32, without a wait of the host.
+    """
+    sorted_M, order_M = expert_TK.flatten().sort(stable=True)
+    marks = torch.arange(experts + 1, device=expert_TK.device, dtype=sorted_M.dtype)
+    ends = torch.searchsorted(sorted_M, marks)
+    return order_M.to(torch.int32), ends.diff().to(torch.int32)
+
+
+def multiply_experts(
+    x_TD: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weight_TK: Tensor,
+    expert_TK: Tensor,
+    gate_up_delta: Delta | None = None,
+    down_delta: Delta | None = None,
+) -> Tensor:
+    """Return the experts' outputs, times their weights and summed, T x D.
+
+    Args:
+        x_TD: inputs.
+        gate_up: E x 2F x D, gates above ups.
+        down: E x D x F.
+        weight_TK: fp32, weights of a token's experts.
+        expert_TK: the experts of each token.
+        gate_up_delta: adapter of gate and up.
+        down_delta: adapter of down.
+    """
+    K = expert_TK.shape[1]
+    pairs_M, counts_E = order_pairs(expert_TK, len(gate_up))
+    token_M = pairs_M // K
+
+    def gathered() -> Tensor:
+        # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
+        return F.embedding(token_M, x_TD)
+
+    if gpu.has_kernels(x_TD):
+        from hone.kernels.gpu.expert_kernels import ExpertRows
+
+        rows = ExpertRows(counts_E, pairs_M, 0, len(x_TD), K)
+        added = None if gate_up_delta is None else gate_up_delta(gathered(), counts_E)
+        hidden_MF = _GateUp.apply(x_TD, gate_up, added, rows)  # type: ignore[no-untyped-call]
+        added = None if down_delta is None else down_delta(hidden_MF, counts_E)
+        out: Tensor = _Down.apply(hidden_MF, down, weight_TK, added, rows)  # type: ignore[no-untyped-call]
+        return out
+    x_MD = gathered()
+    gate_up_M2F = multiply_groups(x_MD, gate_up, counts_E)
+    if gate_up_delta is not None:
+        gate_up_M2F = gate_up_M2F + gate_up_delta(x_MD, counts_E)
+    hidden_MF = swiglu(gate_up_M2F)
+    out_MD = multiply_groups(hidden_MF, down, counts_E)
+    if down_delta is not None:
+        out_MD = out_MD + down_delta(hidden_MF, counts_E)
+    out_TKD = F.embedding(pairs_M.argsort(), out_MD).view(*expert_TK.shape, -1)
+    return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)
+
+
+def multiply_groups(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """Multiply each group of consecutive rows of x, counts_E[e] of them, by the weight of its expert."""
+    if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
+        ends_E = counts_E.cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=ends_E)
+    parts = x_MI.split(counts_E.tolist())
+    return torch.cat(
+        [F.linear(part, weight_EOI[e]) for e, part in enumerate(parts) if len(part)]
+        or [weight_EOI.new_empty(0, weight_EOI.shape[1])]
+    )
+
+
+def decode_experts(
+    x_TD: Tensor,
+    router_ED: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    experts_per_token: int,
+    normalizes: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return parts (K x T x D) of the outputs that the caller must sum, and the experts, T x K.
+
+    For tensors that `gpu.takes`: without gradients, and without a wait of the host.
+    """
+    from hone.kernels.gpu import expert_kernels as kernels
+
+    weight_TK, expert_TK, rows = kernels.route(x_TD, router_ED, experts_per_token, normalizes)
+    hidden_MF, *_ = kernels.multiply_grouped(
+        x_TD, gate_up, rows, kernels.TOKEN.value, kernels.PAIR.value, is_swiglu=True
+    )
+    parts_KTD, *_ = kernels.multiply_grouped(
+        hidden_MF, down, rows, kernels.PAIR.value, kernels.PART.value, scales=weight_TK
+    )
+    return parts_KTD, expert_TK
+
+
+def _of_weight(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor) -> Tensor:
+    """Return the gradient of each expert's weight, E x O x I."""
+    if grad_MO.is_cuda:
+        return F.grouped_mm(grad_MO.t(), x_MI, offs=counts_E.cumsum(0, dtype=torch.int32))
+    counts = counts_E.tolist()
+    pairs = zip(grad_MO.split(counts), x_MI.split(counts), strict=True)
+    return torch.stack([grad.t() @ x for grad, x in pairs])
+
+
+class _GateUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, added: Any, rows: "ExpertRows") -> Tensor:
+        from hone.kernels.gpu import expert_kernels as kernels
+
+        hidden, gate_up, _ = kernels.multiply_grouped(
+            x,
+            weight,
+            rows,
+            kernels.TOKEN.value,
+            kernels.PLACE.value,
+            is_swiglu=True,
+            keeps=True,
+            added=added,
+        )
+        ctx.save_for_backward(x, weight, gate_up)
+        ctx.rows = rows
+        return hidden
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from hone.kernels.gpu import expert_kernels as kernels
+        from hone.kernels.gpu import training_kernels
+
+        x, weight, gate_up = ctx.saved_tensors
+        rows = ctx.rows
+        needs_x, needs_weight, needs_added, _ = ctx.needs_input_grad
+        _, of_gate_up = training_kernels.swiglu_backward(gate_up, grad.contiguous(), False)
+        of_x = of_weight = None
+        if needs_x:
+            parts, *_ = kernels.multiply_grouped(
+                of_gate_up, weight, rows, kernels.PLACE.value, kernels.PART.value, by_columns=True
+            )
+            of_x = parts.sum(0)
+        if needs_weight:
+            x_MD = x[rows.pairs_M // rows.experts_per_token]
+            of_weight = _of_weight(of_gate_up, x_MD, rows.counts_E)
+        return of_x, of_weight, of_gate_up if needs_added else None, None
+
+
+class _Down(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, scales: Tensor, added: Any, rows: "ExpertRows"
+    ) -> Tensor:
+        from hone.kernels.gpu import expert_kernels as kernels
+
+        parts, *_ = kernels.multiply_grouped(
+            hidden,
+            weight,
+            rows,
+            kernels.PLACE.value,
+            kernels.PART.value,
+            added=added,
+            scales=scales,
+        )
+        ctx.save_for_backward(hidden, weight, scales, added)
+        ctx.rows = rows
+        return parts.sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        from hone.kernels.gpu import expert_kernels as kernels
+
+        hidden, weight, scales, added = ctx.saved_tensors
+        rows = ctx.rows
+        grad = grad.contiguous()
+        of_hidden, _, of_scales = kernels.multiply_grouped(
+            grad,
+            weight,
+            rows,
+            kernels.TOKEN.value,
+            kernels.PLACE.value,
+            by_columns=True,
+            scales=scales,
+            factors=hidden,
+        )
+        assert of_scales is not None
+        _, needs_weight, _, needs_added, _ = ctx.needs_input_grad
+        of_weight = of_added = None
+        if needs_weight or added is not None:
+            grad_MD = grad[rows.pairs_M // rows.experts_per_token]
+            if added is not None:
+                own = (grad_MD.float() * added).sum(1)
+                of_scales = of_scales.index_add(0, rows.pairs_M, own)
+            scales_M1 = scales.flatten()[rows.pairs_M, None].to(grad.dtype)
+            of_added = grad_MD * scales_M1 if needs_added else None
+            if needs_weight:  # hidden has fewer columns to scale than the gradient
+                of_weight = _of_weight(grad_MD, hidden * scales_M1, rows.counts_E)
+        return of_hidden, of_weight, of_scales.view_as(scales), of_added, None
