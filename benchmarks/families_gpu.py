@@ -66,14 +66,10 @@ GRANITE = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 8.0,
 }
-EXPERTS = {
-    "num_experts": 64,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "norm_topk_prob": True,
-}
 FAMILIES = {
     "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
+    "MoE-2.7B": MODELS["MoE-2.7B"],
+    "Qwen3-30B-A3B": MODELS["Qwen3-30B-A3B"],
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
     "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
     "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),
@@ -84,9 +80,6 @@ FAMILIES = {
     "Ministral-3-3B": describe("Ministral3", 26, 3072, 9216, 32, 8, vocab_size=131072)
     | {"rope_parameters": YARN},
     "SmolLM3-3B": describe("SmolLM3", 36, 2048, 11008, 16, 4),
-    "MoE-2.7B": describe("Qwen3Moe", 24, 1024, 0, 16, 8, **EXPERTS, vocab_size=151936),
-    "Qwen3-30B-A3B": describe("Qwen3Moe", 48, 2048, 6144, 32, 4, **EXPERTS, vocab_size=151936)
-    | {"num_experts": 128, "moe_intermediate_size": 768, "tie_word_embeddings": False},
     "Granite-3.3-2B": describe("Granite", 40, 2048, 8192, 32, 8, **GRANITE, vocab_size=49159)
     | {"head_dim": 64},
     "Phi-4-mini": describe("Phi3", 32, 3072, 8192, 24, 8, vocab_size=200064)
@@ -111,7 +104,9 @@ def measure_decoding(model, batch: int, save: Path | None) -> float:
     from hone.engine.engine import Engine
     from hone.records import GenerateRequest, Sampling
 
-    engine = Engine(model, max_batch_size=batch, max_model_len=512, kv_cache_gib=4.0)
+    # Room for the keys and values of all sequences, and pages that are not full
+    room = 2 * batch * model.spec.cache_numbers * (PROMPT + COMPLETION + 128) / 2**30
+    engine = Engine(model, max_batch_size=batch, max_model_len=512, kv_cache_gib=max(1.0, room))
     draw = random.Random(0)
 
     def generate(count: int) -> float:

@@ -25,7 +25,32 @@ _LLAMA = {
         "original_max_position_embeddings": 8192,
     },
 }
+_EXPERTS = {
+    **QWEN3_06B,
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
 MODELS = {
+    # Of no published model: small enough for a GPU that trains all of it
+    "MoE-2.7B": {
+        **_EXPERTS,
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_experts": 64,
+        "moe_intermediate_size": 512,
+    },
+    "Qwen3-30B-A3B": {
+        **_EXPERTS,
+        "hidden_size": 2048,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "tie_word_embeddings": False,
+    },
     "Qwen3-0.6B": QWEN3_06B,
     "Llama-3.2-1B": {
         **QWEN3_06B,

@@ -27,6 +27,8 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
     "0.6B 1024 x (224+511)": ("Qwen3-0.6B", 1024, 16, 224, 511),
     "4B 128 x (222+498)": ("Qwen3-4B", 128, 16, 222, 498),
     "8B 128 x (37+128)": ("Qwen3-8B", 128, 16, 37, 128),
+    "MoE-2.7B 128 x (37+128)": ("MoE-2.7B", 128, 16, 37, 128),
+    "30B-A3B 128 x (37+128)": ("Qwen3-30B-A3B", 128, 16, 37, 128),
 }
 # What 8B takes on one card
 LARGE = ("--trainer.optim.state-dtype", "bfloat16", "--trainer.activation-checkpointing")

@@ -19,6 +19,7 @@ from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import norm, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
+from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference, offset_norm
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
@@ -834,3 +835,43 @@ def test_fingerprints():
     words[1][5] ^= 1
     table.add((1,))
     assert torch.equal(table.sums(), sums_reference(words))
+
+
+@pytest.mark.parametrize("sizes", [(1, 6, 2, 32, 16), (33, 8, 8, 64, 40), (40, 7, 3, 130, 16)])
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_experts_of_few_tokens(sizes, normalizes):
+    T, E, K, D, width = sizes
+    x, router = torch.randn(T, D, device=DEVICE), torch.randn(E, D, device=DEVICE)
+    gate_up = torch.randn(E, 2 * width, D, device=DEVICE) / D**0.5
+    down = torch.randn(E, D, width, device=DEVICE) / width**0.5
+    with torch.no_grad():
+        parts, experts = decode_experts(x, router, gate_up, down, K, normalizes)
+    weights, wanted = F.linear(x, router).softmax(-1).topk(K)
+    assert torch.equal(experts, wanted.int())
+    if normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    close(parts.sum(0), multiply_experts(x, gate_up, down, weights, wanted), 1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(5, 7, 3, 48, 24), (70, 4, 2, 64, 40)])
+@pytest.mark.parametrize("has_deltas", [False, True])
+def test_gradients_of_experts(monkeypatch, sizes, has_deltas):
+    T, E, K, D, width = sizes
+    shapes = [(T, D), (E, 2 * width, D), (E, D, width), (E, 2 * width, D), (E, D, width)]
+    tensors = [torch.randn(*shape, device=DEVICE) / shape[-1] ** 0.5 for shape in shapes]
+    tensors.append(torch.rand(T, K, device=DEVICE))
+    experts = torch.stack([torch.randperm(E, device=DEVICE)[:K] for _ in range(T)])
+    direction = torch.randn(T, D, device=DEVICE)
+    results = []
+    for has_kernels in (True, False):
+        monkeypatch.setattr("hone.kernels.gpu.has_kernels", lambda x, found=has_kernels: found)
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        deltas = [
+            (lambda x, counts, w=w: multiply_groups(x, w, counts)) if has_deltas else None
+            for w in leaves[3:5]
+        ]
+        out = multiply_experts(*leaves[:3], leaves[5], experts, *deltas)
+        (out * direction).sum().backward()
+        results.append([out, *(x.grad for x in leaves if x.grad is not None)])
+    for one, two in zip(*results, strict=True):
+        close(one, two, 1e-4)

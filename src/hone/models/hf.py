@@ -131,15 +131,15 @@ def load_model(
 ) -> LanguageModel:
     """Load a model directory, ready to train or sample.
 
-    `spec` is its shape; None: as its config.json says. `random_init` draws new
-    weights from `seed` and needs no weight files. Raises ValueError if weights are missing,
+    `spec` is its shape; None: as its config.json says. `random_init` draws new weights from `seed`,
+    on the device, and needs no weight files; a CPU and a GPU draw different ones. Raises ValueError if weights are missing,
     unexpected or of another shape than `config.json` says.
     """
     if spec is None:
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))
-    model = empty_model(spec, dtype, "cpu" if random_init else device)
+    model = empty_model(spec, dtype, device)
     if random_init:
-        model.init_weights(torch.Generator().manual_seed(seed))
+        model.init_weights(torch.Generator(device).manual_seed(seed))
     else:
         _load_stored(model, directory)
     model = model.to(device)

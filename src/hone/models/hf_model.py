@@ -291,7 +291,8 @@ class HFModel(LanguageModel):
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw new weights as transformers does, from the generator's seed."""
-        with torch.random.fork_rng(devices=[]):
+        device = self.embed.weight.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             torch.manual_seed(generator.initial_seed())
             self.whole.init_weights()
 
