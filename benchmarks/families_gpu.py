@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
     import torch
@@ -183,15 +184,12 @@ def main() -> None:
             figures[f"decode_share{end}"] = limit / decode
             print(name, batch, figures, flush=True)
             torch.cuda.empty_cache()
-        train = measure_training(model, args.tokens, save["train"])
-        needed = 3 * spec.flops_per_token(SEQUENCE / 2) * args.tokens
-        finish(
-            model=name,
-            parameters=spec.parameter_count(),
-            **figures,
-            trained_tokens_per_s=args.tokens / train,
-            mfu=needed / train / flops,
-        )
+        if not args.no_training:
+            train = measure_training(model, args.tokens, save["train"])
+            needed = 3 * spec.flops_per_token(SEQUENCE / 2) * args.tokens
+            figures["trained_tokens_per_s"] = args.tokens / train
+            figures["mfu"] = needed / train / flops
+        finish(model=name, parameters=spec.parameter_count(), **figures)
         del model
         torch.cuda.empty_cache()
 

@@ -1,10 +1,10 @@
-"""Output tokens a second on one GPU, against vLLM: Qwen3-0.6B's shape, random weights, ends of sequences ignored.
+"""Output tokens a second on one GPU, against vLLM: random weights, ends of sequences ignored.
 
-    python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N]
+    python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N] [--shape Qwen3-0.6B] [--workloads batch_128 …]
 
 Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
 work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
-first token, weights on local disk.
+first token, with the weights of Qwen3-0.6B on local disk; those of other shapes are drawn by each engine.
 """
 
 import argparse
@@ -16,13 +16,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from model_shapes import measure_bandwidth
+from model_shapes import MODELS, measure_bandwidth, step_limits
 from peer import ROOT, finish, median
-from training import QWEN3_06B
 
 WORKER = ROOT / "benchmarks" / "generation.py"
 WORKLOADS = ("batch_128", "batch_256", "groups", "mixed")
-WEIGHT_BYTES, KV_BYTES = 1.192e9, 114_688  # of the model; of a token
+STORED = "Qwen3-0.6B"  # the shape whose weights are written to a file
 
 
 class Worker:
@@ -60,7 +59,10 @@ class Worker:
         return self.read()
 
 
-def write_model(directory: Path) -> None:
+def write_model(directory: Path, shape: str) -> None:
+    (directory / "config.json").write_text(json.dumps(MODELS[shape]))
+    if shape != STORED:
+        return
     import torch
     from safetensors.torch import save_file
 
@@ -70,7 +72,7 @@ def write_model(directory: Path) -> None:
 
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
-        model = Transformer(parse_model_config(QWEN3_06B))
+        model = Transformer(parse_model_config(MODELS[shape]))
     torch.set_default_dtype(torch.float32)
     for name, parameter in model.named_parameters():
         torch.nn.init.ones_(parameter) if "norm" in name else torch.nn.init.normal_(
@@ -80,21 +82,23 @@ def write_model(directory: Path) -> None:
         {name: tensor.contiguous().cpu() for name, tensor in hf_tensors(model)},
         directory / "model.safetensors",
     )
-    (directory / "config.json").write_text(json.dumps(QWEN3_06B))
 
 
-def limit(name: str, rate: float) -> float:
+def limit(name: str, shape: str, rate: float) -> float:
     """Tokens a second if a step did nothing but read the weights and every key and value once (a group's prompt once
     for the group): what the memory's bandwidth allows."""
     from generation import workload
 
+    from hone.models.families import parse_model_config
+
+    spec = parse_model_config(MODELS[shape])
     work = workload(name)
     shared = 16 if name == "groups" else 1
     seconds = 0.0
     for step in range(max(work.outputs)):
         running = [(len(p), n) for p, n in zip(work.prompts, work.outputs, strict=True) if n > step]
         tokens = sum(length / shared + step for length, _ in running)
-        seconds += (WEIGHT_BYTES + tokens * KV_BYTES) / rate
+        seconds += step_limits(spec, len(running), tokens / len(running), rate, 1.0)[0]
     return sum(work.outputs) / seconds
 
 
@@ -104,13 +108,15 @@ def main() -> None:
     )
     parser.add_argument("--vllm", help="a Python that has vLLM")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--shape", choices=MODELS, default=STORED)
+    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS))
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), arguments.shape)
         rate = measure_bandwidth()
         print(f"memory: {rate / 1e12:.2f} TB/s", flush=True)
-        results: dict[str, dict[str, list[float]]] = {name: {} for name in WORKLOADS}
-        figures: dict[str, float] = {}
+        results: dict[str, dict[str, list[float]]] = {name: {} for name in arguments.workloads}
+        figures: dict[str, float | str] = {"shape": arguments.shape}
         for phase, engine in enumerate(("ours", "vllm", "ours") if arguments.vllm else ("ours",)):
             worker = Worker(
                 arguments.vllm if engine == "vllm" else sys.executable, engine, Path(directory)
@@ -119,7 +125,7 @@ def main() -> None:
             figures[f"{engine}_startup_s" if phase < 2 else "ours_second_startup_s"] = (
                 worker.startup
             )
-            for name in WORKLOADS:
+            for name in arguments.workloads:
                 for logprobs in (True, False) if engine == "vllm" else (True,):
                     speeds = [
                         worker.run(workload=name, logprobs=logprobs, seed=i)
@@ -130,7 +136,7 @@ def main() -> None:
                     results[name].setdefault(label, []).extend(speeds[1:])
             worker.end()
         for name, of_engines in results.items():
-            most = limit(name, rate)
+            most = limit(name, arguments.shape, rate)
             for label, speeds in of_engines.items():
                 share = f"{median(speeds) / most:4.0%} of the memory's {most:,.0f}"
                 print(

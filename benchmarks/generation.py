@@ -59,7 +59,8 @@ def ours(model_dir: str, length: int):
 
     on_gpu = torch.cuda.is_available()
     where = {"device": "cuda", "dtype": torch.bfloat16} if on_gpu else {}
-    model = load_model(Path(model_dir), **where)
+    has_weights = any(Path(model_dir).glob("*.safetensors"))
+    model = load_model(Path(model_dir), random_init=not has_weights, **where)
     limit = min(length, model.spec.max_position_embeddings)
     engine = Engine(
         model, max_batch_size=512, max_model_len=limit, kv_cache_gib=60.0 if on_gpu else 8.0

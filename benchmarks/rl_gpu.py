@@ -32,6 +32,7 @@ SHAPES = {  # model, rollouts, of a group, prompt, completion
 }
 # What 8B takes on one card
 LARGE = ("--trainer.optim.state-dtype", "bfloat16", "--trainer.activation-checkpointing")
+FULL_CARD = ("--inference.gpu-memory-utilization", "0.98")  # what 30B and its merged copy take
 OFFLOAD = ("--trainer.optim.offload", "--trainer.activation-checkpointing")
 LORA = ("--trainer.lora.rank", "16")
 LIMITED = ("--inference.kv-cache-gib", "8", "--inference.max-batch-size", "256")
@@ -117,6 +118,8 @@ def main() -> None:
             if name.startswith("8B")
             else ()
         )
+        if name.startswith("30B"):
+            way += FULL_CARD
         finish(**measure(name, args.steps, (LIMITED if args.limited else ()) + way))
 
 

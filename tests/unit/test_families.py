@@ -22,9 +22,11 @@ from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import hf_names, hf_tensors
 from hone.models.lora import (
+    ExpertLoRA,
     Merged,
     adapter_tensors,
     add_lora,
+    list_linears,
     lora_modules,
     merge_adapter,
     write_adapter,
@@ -150,6 +152,13 @@ def test_adapters_of_experts_are_those_of_merged_weights(tmp_path, rank, targets
     merge_adapter(into, tmp_path / "adapter")
     copy = dict(hf_tensors(Merged(model).model))
     assert all(torch.equal(copy[name], into[name]) for name in into)
+    for linear, _ in list_linears(model):
+        if isinstance(linear.delta, ExpertLoRA):  # on a GPU all experts at once
+            for dtype, rtol in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+                one = linear.delta.add_to(linear.weight.detach(), dtype)
+                many = linear.delta.add_at_once(linear.weight.detach(), dtype, lambda x: x)
+                torch.testing.assert_close(one, many, rtol=rtol, atol=1e-5)
+                assert (one == many).float().mean() > 0.9
     start = LoRAConfig(rank=rank, alpha=7, targets=targets, start_from=tmp_path / "adapter")
     again = made("experts")
     add_lora(again, start, seed=1)

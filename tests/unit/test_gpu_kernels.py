@@ -26,6 +26,7 @@ from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
 from hone.models import ops
 from hone.models.attention_layouts import PackedAttention
+from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from tests import twins
@@ -218,6 +219,30 @@ def test_a_model_whose_products_do_what_stands_around_them(
     )
     close(made(*inputs), expected, 1e-3)
     assert len(calls) == products_of_few
+
+
+def test_a_mixture_of_experts_by_kernels(monkeypatch):
+    """Without gradients, with every product of few rows offered to the fused kernels."""
+    from hone.kernels import gpu
+    from hone.kernels.gpu import few_row_products
+
+    experts = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+    config = experts | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+    config |= {"num_hidden_layers": 3, "intermediate_size": 0, "hidden_size": 128}
+    made = Transformer(parse_model_config(config | {"vocab_size": 512, "initializer_range": 0.1}))
+    made.init_weights(torch.Generator().manual_seed(0))
+    made.to(DEVICE)
+    tokens, attention = torch.arange(6, device=DEVICE), PackedAttention([6], DEVICE)
+    inputs = (tokens, attention.token_positions(), attention, torch.tensor([1, 4, 5]).to(DEVICE))
+    expected = made(*inputs)
+    monkeypatch.setattr("hone.models.transformer.select_ops", lambda x: ops.GPU)
+    monkeypatch.setattr(gpu, "takes", lambda x: True)
+    monkeypatch.setattr(gpu, "is_few", lambda x, weight: True)
+    monkeypatch.setattr(few_row_products, "few", twins.few)
+    monkeypatch.setattr(few_row_products, "few_onto", twins.few_onto)
+    with torch.no_grad():
+        close(made(*inputs), expected, 1e-3)
 
 
 def test_which_products_do_what_stands_around_them(monkeypatch):

@@ -29,6 +29,14 @@ def dither_(values: Tensor, dtype: torch.dtype) -> None:
         part.add_(noise[: len(part)]).bitwise_and_(-(1 << CUT_BITS))
 
 
+def dither_each_(values: Tensor, dtype: torch.dtype) -> None:
+    """Round each `values[i]` in place as `dither_` does."""
+    if dtype != torch.bfloat16:
+        return
+    for part in values.view(torch.int32).flatten(1).split(PERIOD, 1):
+        part.add_(_make_noise(values.device)[: part.shape[1]]).bitwise_and_(-(1 << CUT_BITS))
+
+
 @functools.lru_cache(maxsize=4)
 def _make_noise(device: torch.device) -> Tensor:
     """Return PERIOD pseudo-random numbers from 0 to 2^16 - 1, the same on all devices."""

@@ -132,8 +132,8 @@ def load_model(
     """Load a model directory, ready to train or sample.
 
     `spec` is its shape; None: as its config.json says. `random_init` draws new weights from `seed`,
-    on the device, and needs no weight files; a CPU and a GPU draw different ones. Raises ValueError if weights are missing,
-    unexpected or of another shape than `config.json` says.
+    on the device, and needs no weight files; a CPU and a GPU draw different ones. Raises ValueError
+    if weights are missing, unexpected or of another shape than `config.json` says.
     """
     if spec is None:
         spec = parse_model_config(read_model_config(directory), str(directory / "config.json"))

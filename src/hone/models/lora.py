@@ -25,7 +25,7 @@ from hone.kernels import numerics
 from hone.kernels.expert_products import multiply_groups
 from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
-from hone.models.dithering import dither_
+from hone.models.dithering import dither_, dither_each_
 from hone.models.eight_bit import quantize_blocks
 from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
@@ -33,6 +33,7 @@ from hone.models.layers import ExpertLinear, Linear
 from hone.models.spec import ModelSpec
 
 HEAD = "lm_head"
+MERGED_AT_ONCE = 2**26  # numbers, in float32
 RANK_MULTIPLE = 8  # rows of grouped products begin at multiples of 16 bytes
 Whole = Callable[[Tensor], Tensor]
 
@@ -166,22 +167,29 @@ class ExpertLoRA(LoRA):
         return a_ERI, torch.cat(wide, 1)
 
     def add_to(self, weight_OI: Tensor, dtype: torch.dtype, whole: Whole = _as_it_is) -> Tensor:
-        if not weight_OI.is_cuda:
-            return super().add_to(weight_OI, dtype, whole)
-        # All experts at once: there are thousands of linears
+        if weight_OI.is_cuda:  # where thousands of linears one by one would take long
+            return self.add_at_once(weight_OI, dtype, whole)
+        return super().add_to(weight_OI, dtype, whole)
+
+    def add_at_once(self, weight_OI: Tensor, dtype: torch.dtype, whole: Whole) -> Tensor:
+        """Return what `add_to` does, but for rounding, by products of many experts at once."""
         E = self.experts
-        merged = weight_OI.to(torch.float32, copy=True)
-        parts = merged.view(E, len(self.adapted), -1, weight_OI.shape[1])
         count = sum(self.adapted)
         factors = [whole(x.detach()).to(weight_OI.device, torch.float32) for x in (self.A, self.B)]
         a, b = (x.view(E, count, -1, x.shape[1]) for x in factors)
         places = [i for i, is_adapted in enumerate(self.adapted) if is_adapted]
-        for i, place in enumerate(places):
-            changed = torch.baddbmm(parts[:, place], b[:, i], a[:, i], alpha=self.config.scale)
-            for one in changed:
-                dither_(one, dtype)
-            parts[:, place] = changed
-        return merged.to(dtype)
+        merged = weight_OI.to(dtype, copy=True)
+        parts = merged.view(E, len(self.adapted), -1, weight_OI.shape[1])
+        base = weight_OI.view_as(parts)
+        at_once = max(1, MERGED_AT_ONCE // base[0, 0].numel())
+        for first in range(0, E, at_once):
+            some = slice(first, first + at_once)
+            for i, place in enumerate(places):
+                changed = base[some, place].float()
+                changed.baddbmm_(b[some, i], a[some, i], alpha=self.config.scale)
+                dither_each_(changed, dtype)
+                parts[some, place] = changed.to(dtype)
+        return merged
 
 
 def add_product(

@@ -22,7 +22,15 @@ from hone.kernels.linear import few_linear, few_linear_onto, is_multiplied_here,
 from hone.kernels.row_gather import take_rows
 from hone.kernels.swiglu import linear_swiglu, swiglu
 from hone.models.attention_layouts import PackedAttention, Rotation
-from hone.models.layers import MLP, Attention, Linear, RMSNorm, SelfAttention, add_branch
+from hone.models.layers import (
+    MLP,
+    Attention,
+    ExpertLinear,
+    Linear,
+    RMSNorm,
+    SelfAttention,
+    add_branch,
+)
 
 
 @dataclass(frozen=True)
@@ -271,7 +279,8 @@ def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
     norm, layer = following
     # Ranks shard a norm's weight, and gather it for its own block only.
     is_sharded = hasattr(norm.weight, "to_local")
-    if not isinstance(layer, Linear) or layer.delta is not None or is_sharded:
+    is_dense = isinstance(layer, Linear) and not isinstance(layer, ExpertLinear)
+    if not is_dense or layer.delta is not None or is_sharded:
         return False
     return gpu.is_few(stream_TD, layer.weight)
 
