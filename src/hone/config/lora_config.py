@@ -30,8 +30,8 @@ class LoRAConfig(Config):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the adapter's inputs that is set to zero at random while training."""
     targets: Annotated[list[Target], BeforeValidator(as_list), Field(min_length=1)] | None = None
-    """Linear layers that get an adapter, by the last part of their names, as q_proj; unless given all of the blocks, of
-    a mixture of experts those of attention."""
+    """Linear layers that get an adapter, by the last part of their names, as q_proj; unless given all of the blocks. In
+    a mixture of experts each expert has adapters of its own; on transformers' modules experts have none."""
     modules_to_save: Annotated[list[Saved], BeforeValidator(as_list)] = Field(default=[])
     """Modules whose own weights are trained too, and saved with the adapter."""
     start_from: Path | None = None
