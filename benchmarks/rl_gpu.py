@@ -22,6 +22,8 @@ from peer import ROOT, finish, with_tasks
 
 SYSTEM = 7  # tokens of a prompt beside the text
 SHAPES = {  # model, rollouts, of a group, prompt, completion
+    "135M 128 x (37+128)": ("SmolLM2-135M", 128, 16, 37, 128),
+    "135M 16 x (37+128)": ("SmolLM2-135M", 16, 16, 37, 128),
     "0.6B 128 x (37+128)": ("Qwen3-0.6B", 128, 16, 37, 128),
     "0.6B 128 x (64+128)": ("Qwen3-0.6B", 128, 16, 64, 128),
     "0.6B 1024 x (224+511)": ("Qwen3-0.6B", 1024, 16, 224, 511),

@@ -900,3 +900,31 @@ def test_gradients_of_experts(monkeypatch, sizes, has_deltas):
         results.append([out, *(x.grad for x in leaves if x.grad is not None)])
     for one, two in zip(*results, strict=True):
         close(one, two, 1e-4)
+
+
+@pytest.mark.parametrize("completions", [(), [[30, 1], [9]]])
+def test_padded_tables_of_attention(completions):
+    """Rows of padding in the tables of a captured pass change nothing."""
+    from hone.kernels.gpu import attention
+    from hone.trainer.training_graphs import PassInputs, _PaddedPlan
+
+    packed = SimpleNamespace(attention=PackedAttention([40, 7], DEVICE, completions))
+    count = int(packed.attention.count)
+    packed.tokens_T = torch.arange(count, device=DEVICE)
+    plan = _PaddedPlan(packed)
+    inputs = PassInputs(plan.shape, torch.device(DEVICE))
+    plan.fill_inputs(inputs)
+    assert plan.shape.tokens >= count and plan.shape.queries > len(plan.plan.of_queries)
+    assert torch.equal(inputs.positions_T[:count], packed.attention.token_positions())
+    whole = [torch.randn(plan.shape.tokens, heads, 16, device=DEVICE) for heads in (4, 2, 2, 4)]
+    results = []
+    for q, k, v, grad, tiles in (
+        (*whole, inputs.attention.tile_plan),
+        (*(x[:count].contiguous() for x in whole), packed.attention.tile_plan),
+    ):
+        out, logsum = attention.forward(q, k, v, tiles)
+        found = [out, *attention.backward(q, k, v, out, logsum, grad, tiles)]
+        assert all(x.isfinite().all() for x in found)
+        results.append([x[:count] for x in found])
+    for padded, wanted in zip(*results, strict=True):
+        assert torch.equal(padded, wanted)

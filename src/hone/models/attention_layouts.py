@@ -360,6 +360,19 @@ class PackedAttention(FlatAttention):
         )
 
 
+class PlannedAttention(PackedAttention):
+    """Causal attention, with gradients, of the sequences that tables of tiles on a GPU describe.
+
+    The tables may change between passes, so that CUDA graphs can capture a pass.
+    """
+
+    def __init__(self, tiles: "Tiles", device: torch.device) -> None:
+        nothing = Sequences(np.zeros((0, 4), np.int64), np.zeros(1, np.int64))
+        FlatAttention.__init__(self, nothing, device)
+        self.has_prefixes = tiles.has_prefixes
+        self.tile_plan = tiles  # in place of the cached property
+
+
 class ContinuedAttention(FlatAttention):
     """Causal attention of new tokens to themselves and to earlier tokens of the KV cache.
 

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.kernels.pinned_memory import to_device
+from hone.kernels.row_gather import take_rows
 from hone.models.attention_layouts import PackedAttention
 from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec
@@ -33,6 +34,18 @@ from hone.trainer.ranks import Ranks
 
 Ids = Sequence[int] | NDArray[np.int64]
 Mask = Sequence[bool] | NDArray[np.bool_]
+
+
+class SmallPasses(Protocol):
+    """What computes passes whose kernels take the host longer to launch than a GPU to run."""
+
+    def takes_pass(self, packed: "Packed") -> bool:
+        """Return True if it is to compute the hidden states of these tokens."""
+        ...
+
+    def compute_hidden(self, packed: "Packed") -> Tensor:
+        """Return the hidden states of all tokens, T x D, and perhaps of padding behind them."""
+        ...
 
 
 @dataclass
@@ -51,15 +64,18 @@ class Packed:
     sequence_N: Tensor  # sequence number of each target
     source_T: np.ndarray  # index of each input token in all sequences end to end
     source_N: np.ndarray  # likewise of each target
+    graphs: "SmallPasses | None" = None
 
     def target_hidden(self, model: LanguageModel) -> Tensor:
         """Return the hidden states that predict the targets, N x D.
 
         The last block computes only the inputs that predict a target.
         """
-        hidden_KD = model(
-            self.tokens_T, self.attention.token_positions(), self.attention, self.keep_K
-        )
+        if self.graphs is not None and self.graphs.takes_pass(self):
+            hidden_KD = take_rows(self.graphs.compute_hidden(self), self.keep_K)
+        else:
+            positions_T = self.attention.token_positions()
+            hidden_KD = model(self.tokens_T, positions_T, self.attention, self.keep_K)
         if self.row_N is None:
             return hidden_KD
         # Its gradient is summed in a fixed order; index_select's on a GPU is not.

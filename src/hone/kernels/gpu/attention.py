@@ -13,6 +13,7 @@ afterwards. Shapes: T tokens, H query heads, K key/value heads, E head size.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,8 +53,24 @@ class Tiles:
     has_prefixes: bool
 
 
+class TilePlan(NamedTuple):
+    """The tables of `Tiles`, on the host."""
+
+    of_queries: NDArray[np.int32]
+    of_keys: NDArray[np.int32]
+    of_sums: NDArray[np.int32]
+    parts: int
+    has_prefixes: bool
+
+
 def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.device) -> Tiles:
-    """Divide sequences into tiles for the attention kernels, and copy the tables to the device.
+    """Divide sequences into tiles (`plan_tiles`), and copy the tables to the device."""
+    *tables, parts, has_prefixes = plan_tiles(rows, groups)
+    return Tiles(*(to_device(table, device) for table in tables), parts, has_prefixes)
+
+
+def plan_tiles(rows: NDArray[np.int64], groups: NDArray[np.int64]) -> TilePlan:
+    """Divide sequences into tiles for the attention kernels.
 
     Args:
         rows: S x 4: start, length, prefix start, prefix length of each sequence.
@@ -90,13 +107,13 @@ def tiles(rows: NDArray[np.int64], groups: NDArray[np.int64], device: torch.devi
         axis=1,
     )
 
-    def on_device(table: NDArray[np.int64], work: NDArray[np.int64]) -> Tensor:
-        return to_device(table[np.argsort(-work, kind="stable")].astype(np.int32), device)
+    def by_work(table: NDArray[np.int64], work: NDArray[np.int64]) -> NDArray[np.int32]:
+        return table[np.argsort(-work, kind="stable")].astype(np.int32)
 
-    return Tiles(
-        on_device(of_queries, index * TILE + prefix_lengths[sequence]),
-        on_device(of_keys, end - first),
-        on_device(of_sums, behind),
+    return TilePlan(
+        by_work(of_queries, index * TILE + prefix_lengths[sequence]),
+        by_work(of_keys, end - first),
+        by_work(of_sums, behind),
         int(is_part.sum()),
         bool(prefix_lengths.any()),
     )

@@ -46,6 +46,7 @@ from hone.trainer.packing import (
 from hone.trainer.performance import Laps, model_flops_utilization, peak_memory_gib
 from hone.trainer.ranks import ALONE, Ranks
 from hone.trainer.sharding import shard_model
+from hone.trainer.training_graphs import TrainingGraphs
 from hone.transport.batches import routing_of
 from hone.transport.trained_tokens import Trained
 
@@ -108,6 +109,7 @@ class PolicyTrainer:
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(
             *sizes, total_bytes(self.device)
         )
+        self.graphs = TrainingGraphs.for_model(model, self.optimizer.is_sharded)
 
     def estimate_memory(self, most_tokens: int) -> Estimate:
         """Estimate the memory of a step of up to `most_tokens` tokens."""
@@ -130,6 +132,7 @@ class PolicyTrainer:
             REHEARSAL_GROUP_SIZE,
             min(self.micro_batch_tokens, most_tokens) // (2 * REHEARSAL_TOKENS),
         )
+        graphs, self.graphs = self.graphs, None  # nothing is captured while kernels are compiled
         for members in (REHEARSAL_GROUP_SIZE, 1):  # a group's prompt is computed once
             mask = np.arange(2 * REHEARSAL_TOKENS) >= REHEARSAL_TOKENS
             logprobs = np.zeros(2 * REHEARSAL_TOKENS)
@@ -140,6 +143,7 @@ class PolicyTrainer:
             for loss in self.losses:
                 self.optimizer.clear_gradients()
                 self._backward_part(loss, samples, [1.0] * count, defaultdict(list))
+        self.graphs = graphs
         self.optimizer.compile_kernels()
 
     def step(self, batch: Batch) -> dict[str, float]:
@@ -344,6 +348,7 @@ class PolicyTrainer:
     def _pack_part(self, samples: list[Sample], weights: list[float]) -> "_Inputs":
         pack_samples = pack_shared if self.shares_prompts else pack_sequences
         packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
+        packed.graphs = self.graphs
         self.model.routing_TR = None
         if self._is_replaying_routes(samples):
             rows = routing_of(samples, spare=1)[packed.source_T]

@@ -61,6 +61,7 @@ from hone.trainer.sft.objectives import CrossEntropy, DirectPreference, Objectiv
 from hone.trainer.sft.preferences import PreferenceRenderer
 from hone.trainer.sft.survey import row_tokens_of_data, row_tokens_of_streams, survey_data
 from hone.trainer.sharding import shard_model
+from hone.trainer.training_graphs import TrainingGraphs
 
 DataSets = list[list[dict[str, Any]]]
 Evaluate = Callable[[LanguageModel, Tokenizer, int], dict[str, float]]  # of a model after a step
@@ -235,6 +236,7 @@ class Trainer:
         self.row_tokens = config.data.seq_len or UNKNOWN_ROW_TOKENS
         self.micro_batch_rows = config.data.micro_batch_size
         self.model.recomputes = config.activation_checkpointing is True
+        self.graphs = TrainingGraphs.for_model(self.model, optimizer.is_sharded)
 
     def plan_micro_batches(self) -> None:
         """Choose micro-batches that fit the GPU, once the length of rows is known."""
@@ -418,9 +420,11 @@ class Trainer:
 
     def _pack_rows(self, rows: list[Row]) -> Packed:
         """Pack rows into a micro-batch; without rows, sequences that count for nothing."""
-        return self.objective.pack_conversations(
+        packed = self.objective.pack_conversations(
             list_conversations(rows) or self.objective.nothing, self.device
         )
+        packed.graphs = self.graphs
+        return packed
 
 
 def list_conversations(rows: list[Row]) -> list[Conversation]:
