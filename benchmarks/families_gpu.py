@@ -6,8 +6,8 @@ Shapes of published models, random weights, bf16. Decoding: `--batch` sequences,
 time of a step is the difference between completions of 129 tokens and of one, over 128. Its limit is the larger of the
 time to read the weights and the keys and values once, and the time of the arithmetic at the rate of a large product.
 Of a mixture of experts, only experts that a token chooses are read; their expected number counts.
-Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of 512, every token a target,
-without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
+Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of `--sequence`, every token a
+target, without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from model_shapes import MODELS, measure_bandwidth, step_limits
 from peer import finish, median, write_profile
 from training import gpu_seconds, matrix_rate
 
-PROMPT, COMPLETION, SEQUENCE = 64, 128, 512
+PROMPT, COMPLETION = 64, 128
 ROUNDS = 5
 
 
@@ -67,6 +67,7 @@ GRANITE = {
     "logits_scaling": 8.0,
 }
 FAMILIES = {
+    "Qwen3-0.6B": MODELS["Qwen3-0.6B"],
     "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
     "MoE-2.7B": MODELS["MoE-2.7B"],
     "Qwen3-30B-A3B": MODELS["Qwen3-30B-A3B"],
@@ -123,7 +124,7 @@ def measure_decoding(model, batch: int, save: Path | None) -> float:
     return (median(times[COMPLETION + 1]) - median(times[1])) / COMPLETION
 
 
-def measure_training(model, tokens: int, save: Path | None) -> float:
+def measure_training(model, tokens: int, sequence: int, save: Path | None) -> float:
     """Return the seconds of forward, loss and backward of a micro-batch."""
     import torch
 
@@ -135,7 +136,7 @@ def measure_training(model, tokens: int, save: Path | None) -> float:
     temperature = torch.ones(tokens, device="cuda")
 
     def step() -> None:
-        attention = PackedAttention([SEQUENCE] * (tokens // SEQUENCE), "cuda")
+        attention = PackedAttention([sequence] * (tokens // sequence), "cuda")
         hidden = model(ids, attention.token_positions(), attention)
         loss = head_loss(
             hidden,
@@ -162,6 +163,8 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--no-decoding", action="store_true")
     parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--profile", type=Path)
     args = parser.parse_args()
@@ -176,7 +179,7 @@ def main() -> None:
         model = build_model(FAMILIES[name])
         spec = model.spec
         figures = {}
-        for batch in args.batch:
+        for batch in [] if args.no_decoding else args.batch:
             decode = measure_decoding(model, batch, save["decode"])
             limit = max(step_limits(spec, batch, PROMPT + COMPLETION / 2, rate, flops))
             end = f"_{batch}" if len(args.batch) > 1 else ""
@@ -185,8 +188,9 @@ def main() -> None:
             print(name, batch, figures, flush=True)
             torch.cuda.empty_cache()
         if not args.no_training:
-            train = measure_training(model, args.tokens, save["train"])
-            needed = 3 * spec.flops_per_token(SEQUENCE / 2) * args.tokens
+            train = measure_training(model, args.tokens, args.sequence, save["train"])
+            needed = 3 * spec.flops_per_token(args.sequence / 2) * args.tokens
+            figures["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
             figures["trained_tokens_per_s"] = args.tokens / train
             figures["mfu"] = needed / train / flops
         finish(model=name, parameters=spec.parameter_count(), **figures)

@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from generate_gpu import write_model
+from generate_gpu import STORED, write_model
 from peer import ROOT, finish, median
 from serve_cpu import Connection, running
 
@@ -238,7 +238,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place) / "model"
         directory.mkdir()
-        write_model(directory)
+        write_model(directory, STORED)
         for file in (ROOT / "examples" / "reverse_text_tiny" / "model").glob("*"):
             if file.name != "config.json":
                 shutil.copy(file, directory)
