@@ -26,6 +26,7 @@ from hone.engine.engine import Engine
 from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention_layouts
+from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -43,6 +44,8 @@ SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, head
     "1B": (2048, 8192, 32, 8, 64),
     "8B": (4096, 12288, 32, 8, 128),
 }
+EXPERTS = "experts"  # a mixture of experts: 64 of 512
+EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
 
 
 class _Driver:
@@ -68,6 +71,10 @@ class _Nothing(TorchDispatchMode):
         kwargs, name = kwargs or {}, func.overloadpacket.__name__
         if name in ("mm", "addmm", "bmm") and "out" in kwargs:
             return kwargs["out"].zero_()
+        if name == "_grouped_mm":
+            one, two, ends = args[0], args[1], args[2]
+            groups = () if two.dim() == 3 else (len(ends),)
+            return one.new_zeros(*groups, one.shape[0], two.shape[-1])
         if name in ("mm", "addmm"):
             one, two, *rest = args[name == "addmm" :]
             kind = (
@@ -124,7 +131,16 @@ def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
     return [*found.values()], failed
 
 
-def rehearsals(name: str) -> None:
+def build_model(name: str) -> Transformer:
+    if name == EXPERTS:
+        sizes = {"hidden_size": 1024, "intermediate_size": 0, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+        experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
+        config = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 4096}
+        with torch.device("meta"):
+            model = Transformer(parse_model_config(config | sizes | heads | experts))
+        # No memory for weights: nothing is multiplied
+        return model.bfloat16().to_empty(device="cpu")
     width, inner, heads, key_heads, size = SHAPES[name]
     numbers = (
         4096,
@@ -143,6 +159,11 @@ def rehearsals(name: str) -> None:
     )
     model = Transformer(ModelSpec(*numbers, qk_norm="head" if size == 128 else None)).bfloat16()
     model.init_weights(torch.Generator().manual_seed(0))
+    return model
+
+
+def rehearsals(name: str) -> None:
+    model = build_model(name)
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"

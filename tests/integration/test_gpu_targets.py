@@ -10,12 +10,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.targets import CARDS, SHAPES
+from tests.targets import CARDS, EXPERT_CARDS, EXPERTS, SHAPES
+
+CASES = [(card, shape) for card in CARDS for shape in SHAPES]
+CASES += [(card, EXPERTS) for card in EXPERT_CARDS]
 
 
 @pytest.mark.targets
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("capability", CARDS)
+@pytest.mark.parametrize(("capability", "shape"), CASES)
 def test_all_kernels_compile(capability, shape):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(

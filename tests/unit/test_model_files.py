@@ -4,6 +4,9 @@ import json
 import logging
 import random
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,8 @@ from hone.records import Prompt
 from hone.text.model_text import SHIPPED, resolve_template
 from hone.text.tokenizer import Tokenizer
 from tests.unit.test_text import CHATML, TOOL_LIST
+
+TINY = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
 
 SEEDS = range(200)
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<pad>")
@@ -369,7 +374,7 @@ def test_tokens_that_the_model_has_no_embedding_for_are_refused_where_they_are_u
 def test_links_out_of_a_model_s_directory_are_refused_and_never_copied(tmp_path, caplog):
     import os
 
-    from hone.models.hf import check_links
+    from hone.models.model_directory import check_links
 
     (tmp_path / "secret.txt").write_text("private")
     directory = write_tokenizer(
@@ -436,3 +441,16 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_refused(tmp_pat
                 load_model(tmp_path)
         else:
             load_model(tmp_path)
+
+
+def test_a_server_with_an_engine_process_imports_no_torch():
+    """Its import takes seconds, before the engine's process could start."""
+    code = """
+import sys
+import hone.inference.app, hone.inference.engine_process, hone.inference.http_server, hone.inference.serve
+from hone.config.inference_config import InferenceConfig
+from hone.inference.backends import takes_vllm
+assert not takes_vllm(InferenceConfig.model_validate({"model": {"name": sys.argv[1]}}))
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code, TINY], check=True)

@@ -38,7 +38,7 @@ def takes_vllm(config: InferenceConfig) -> bool:
     if config.backend != "auto" or is_wanted:
         return is_wanted
     from hone.models.families import is_known
-    from hone.models.hf import resolve_model
+    from hone.models.model_directory import resolve_model
     from hone.models.spec import read_model_config
 
     return not is_known(read_model_config(resolve_model(config.model.name))) and is_installed(
@@ -112,7 +112,7 @@ class Vllm:
     def __init__(self, config: InferenceConfig) -> None:
         from hone.inference.samplers.vllm import VllmSampler
         from hone.inference.samplers.vllm_process import VllmProcess
-        from hone.models.hf import resolve_model
+        from hone.models.model_directory import resolve_model
         from hone.text.tokenizer import Tokenizer
 
         if config.adapters:
@@ -162,7 +162,7 @@ class Vllm:
         Raises ValueError when vLLM ends.
         """
         from hone.inference.samplers.vllm_process import VllmProcess
-        from hone.models.hf import resolve_model
+        from hone.models.model_directory import resolve_model
 
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         with VllmProcess(config, resolve_model(config.model.name)) as process:

@@ -18,7 +18,7 @@ from typing import Any
 
 from hone.config.base import find_differences
 from hone.config.rl_config import RLConfig
-from hone.models.hf import resolve_model
+from hone.models.model_directory import resolve_model
 from hone.monitors.metrics_log import read_rows
 from hone.run_directory import RunDirectory, appearing_directory, steps_in
 from hone.trainer.checkpoint import HEADER, Damaged, read_header

@@ -14,8 +14,9 @@ from hone.kernels.gpu import trains_model
 from hone.models.device_memory import apply_limit
 from hone.models.eight_bit import quantize_blocks
 from hone.models.families import parse_model_config
-from hone.models.hf import check_links, load_model, resolve_model
+from hone.models.hf import load_model
 from hone.models.language_model import LanguageModel
+from hone.models.model_directory import check_links, resolve_model
 from hone.models.spec import ModelSpec, read_model_config
 from hone.text.tokenizer import Tokenizer
 

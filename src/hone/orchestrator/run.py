@@ -212,7 +212,7 @@ class OrchestratorProgram:
 
 def token_counter(model: ModelConfig) -> Callable[[Prompt], int]:
     """Return a function that counts the tokens of prompts, with the model's tokenizer."""
-    from hone.models.hf import resolve_model
+    from hone.models.model_directory import resolve_model
     from hone.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.for_model(resolve_model(model.name), model)
