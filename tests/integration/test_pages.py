@@ -1,7 +1,9 @@
 """The commands of the pages in docs/, as they stand there, and that no page has commands that nothing tries."""
 
+import asyncio
 import json
 import os
+import random
 import re
 import shlex
 import socket
@@ -88,6 +90,21 @@ def test_rewards_of_the_page_give_partial_credit():
     tests = {"tests": [lambda text: True, lambda text: "X" not in text]}
     assert page["share_of_tests"](said, tests) == 0.25
     assert page["share_of_tests"]([{"content": "abcd"}], tests) == 1
+
+
+def test_the_conversation_and_the_tool_of_the_page_answer_the_model():
+    page = run_python_of("multi_turn.md")
+    game = page["load_environment"]()
+    assert len(game.get_dataset()) == len(game.get_eval_dataset()) == 10
+    said = [{"role": "assistant", "content": one} for one in ("3", "many", "18", "7")]
+    state = {"answer": "7", "completion": said}
+    hints = [asyncio.run(game.env_response([one], state))[0]["content"] for one in said[:3]]
+    assert hints == ["Higher.", "A number only.", "Lower."]
+    assert asyncio.run(game.is_found(state)) and page["found"](said[:3], "7") == 0.0
+    products = page["load_products"]()
+    example = products.get_dataset()[0]
+    assert page["multiply"](10, 17) == 170 == int(example.answer)
+    assert products.demonstrate(example.prompt, example, random.Random(0))
 
 
 def rows_of(page):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.hangs import HANG_SECONDS
+
 from .conftest import ROOT, Server, command, http, read_rows
 
 pytestmark = pytest.mark.pretrained
@@ -112,6 +114,28 @@ def test_rl_raises_the_reward_and_its_checkpoint_is_exported(tmp_path):
     written = load_file(exported / "model.safetensors")
     assert trained.keys() == written.keys()
     assert all(torch.equal(trained[name], written[name]) for name in trained)
+
+
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("STEPS", "2")
+    notebook = nbformat.read(ROOT / "examples" / "gpu_notebook.ipynb", 4)
+    cell = next(cell for cell in notebook.cells if cell.id == "train")
+    cell.source = cell.source.replace("batch_size=256", "batch_size=32")
+    place = tmp_path / "notebook"
+    place.mkdir()
+    cell = next(cell for cell in notebook.cells if cell.id == "model")
+    cell.source = cell.source.replace("Path.cwd(), *Path.cwd().parents", f"Path({str(ROOT)!r}),")
+    paths = {"metadata": {"path": str(place)}}
+    client = NotebookClient(notebook, timeout=HANG_SECONDS, kernel_name="python3", resources=paths)
+    client.execute()
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    text = "".join(str(output.get("text", "")) for output in outputs)
+    assert "Step 2/2: reward=" in text and "step 2: " in text
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert (place / "outputs/sums/checkpoint-2/adapter_model.safetensors").exists()
 
 
 def test_probe_finds_the_same_logprobs_in_sampling_and_training():
