@@ -12,7 +12,7 @@ import torch
 from hone.engine.engine import Engine
 from hone.engine.graphs import Key
 from hone.engine.prefill import Shape
-from hone.engine.warm_up import capture_graphs
+from hone.engine.warm_up import plan_captures
 from hone.models.attention_layouts import PackedAttention
 from hone.models.hf import load_model
 from hone.models.spec import ModelSpec, make_plain_layers
@@ -135,7 +135,8 @@ def test_larger_graphs_stand_in_until_others_would_pay(model):
 
 def test_a_server_has_graphs_before_requests_come(model):
     engine = Engine(model, max_batch_size=100, max_model_len=512, kv_cache_gib=1, stand_in=True)
-    capture_graphs(engine)
+    for capture in plan_captures(engine):
+        capture(engine)
     for count, length in ((1, 20), (12, 12), (20, 12), (80, 12)):  # by graphs for 1, 16, 64 and 100
         requests = [
             request(p, seed=i, max_tokens=21) for i, p in enumerate(prompts([length] * count))

@@ -928,3 +928,28 @@ def test_padded_tables_of_attention(completions):
         results.append([x[:count] for x in found])
     for padded, wanted in zip(*results, strict=True):
         assert torch.equal(padded, wanted)
+
+
+def test_gradients_of_captured_passes_add_up():
+    """Also those of passes whose gradients nobody took before the next one."""
+    from hone.trainer.training_graphs import TrainingGraphs
+
+    layer = torch.nn.Linear(3, 2)
+    model = SimpleNamespace(parameters=layer.parameters, embed=SimpleNamespace(weight=layer.weight))
+    graphs = TrainingGraphs(model)
+    graphs._grads = [torch.empty_like(p) for p in graphs.parameters]
+    passes = iter((1.0, 2.0, 5.0))
+
+    def replay():
+        value = next(passes)
+        for grad in graphs._grads:
+            grad.fill_(value)
+
+    captured = SimpleNamespace(backward=SimpleNamespace(replay=replay))
+    layer.bias.grad = torch.full((2,), 10.0)  # as the head's, of a weight that is tied
+    for weight, bias in ((1.0, 11.0), (3.0, 13.0)):
+        graphs.replay_backward(captured)
+        assert layer.weight.grad.eq(weight).all() and layer.bias.grad.eq(bias).all()
+    layer.weight.grad = None
+    graphs.replay_backward(captured)
+    assert layer.weight.grad.eq(5.0).all() and layer.bias.grad.eq(18.0).all()

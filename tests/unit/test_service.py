@@ -51,6 +51,28 @@ def test_requests_made_while_a_function_computes_have_what_it_leaves(service):
     service.run_beside(program())
 
 
+def test_idle_work_runs_while_no_request_is_there(service, caplog):
+    done, asked = [], threading.Event()
+
+    def fail(engine):
+        raise ValueError("no memory")
+
+    service.idle_work = [done.append, fail, done.append, lambda engine: asked.wait(10)]
+
+    async def program():
+        waiting = asyncio.ensure_future(service.generate(request(0)))
+        await asyncio.sleep(0)  # it is asked while the first work runs
+        asked.set()
+        assert len((await waiting).ids) == 40
+        assert await service.run_on_engine(lambda: len(service.idle_work)) <= 3
+        while service.idle_work:
+            await asyncio.sleep(0.01)
+        assert len((await service.generate(request(1))).ids) == 40
+
+    service.run_beside(program())
+    assert done == [service.engine] and "no memory" in caplog.text  # work behind a failure is left
+
+
 def test_in_lockstep_completions_are_held_and_what_functions_give_is_not(service, monkeypatch):
     goes_on, step = threading.Event(), service.engine.step
 

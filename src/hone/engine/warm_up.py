@@ -4,6 +4,9 @@ Call `compile_kernels` inside `together()` (`kernels/gpu/compiling.py`), which c
 kernels in parallel.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 
 from hone.engine.engine import Engine
@@ -58,22 +61,37 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     engine.prefill.seen.clear()
 
 
-@torch.no_grad()
-def capture_graphs(engine: Engine) -> None:
-    """Capture CUDA graphs of decode steps and prefill passes in several sizes.
+def plan_captures(engine: Engine) -> list[Callable[[Engine], None]]:
+    """Return functions that capture CUDA graphs of decode steps and prefill passes, the largest last.
 
     The graphs are for requests without filters, penalties or adapters; smaller batches and passes
-    can use them, padded. Call this after `compile_kernels`, once kernels are compiled. Does nothing
+    can use them, padded. Call the functions after `compile_kernels`, once kernels are compiled. Empty
     without GPU kernels.
     """
-    if engine.graphs is not None:
-        for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED}):
-            engine.graphs.capture_graph(Key(rows, TokenSampler.PLAIN, False, 0, 0, False))
+    found: list[Callable[[Engine], None]] = []
     if engine.prefill.captured is not None:
         longest = gpu.power_of_2(engine.max_model_len)
         most = engine.max_batch_size * engine.max_model_len
-        for tokens in PASSES:
-            if tokens <= engine.prefill.most_tokens and tokens < 2 * most:
-                engine.prefill.capture_graph(
-                    Shape(tokens, tokens // SHORT_PROMPT_TOKENS, min(tokens, longest))
-                )
+        found += [
+            partial(_capture_pass, Shape(n, n // SHORT_PROMPT_TOKENS, min(n, longest)))
+            for n in PASSES
+            if n <= engine.prefill.most_tokens and n < 2 * most
+        ]
+    if engine.graphs is not None:
+        found += [
+            partial(_capture_step, Key(rows, TokenSampler.PLAIN, False, 0, 0, False))
+            for rows in sorted({min(B, engine.max_batch_size) for B in CAPTURED})
+        ]
+    return found
+
+
+@torch.no_grad()
+def _capture_pass(shape: Shape, engine: Engine) -> None:
+    if engine.prefill.captured is not None and shape not in engine.prefill.captured:
+        engine.prefill.capture_graph(shape)
+
+
+@torch.no_grad()
+def _capture_step(key: Key, engine: Engine) -> None:
+    if engine.graphs is not None and key not in engine.graphs.captured:
+        engine.graphs.capture_graph(key)

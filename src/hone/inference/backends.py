@@ -68,7 +68,7 @@ class Embedded:
     def __init__(self, config: InferenceConfig) -> None:
         from hone.engine.cache_budget import plan_cache
         from hone.engine.engine import Engine
-        from hone.engine.warm_up import capture_graphs, compile_kernels
+        from hone.engine.warm_up import compile_kernels, plan_captures
         from hone.inference.engine_service import EngineService
         from hone.inference.samplers.embedded import EmbeddedSampler
         from hone.kernels import fingerprints
@@ -86,8 +86,8 @@ class Embedded:
             if name == config.model.name:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")
             engine.load_adapter(name, directory)
-        capture_graphs(engine)
         self.service = EngineService(engine)
+        self.service.idle_work = plan_captures(engine)  # the server answers meanwhile
         self.sampler = EmbeddedSampler(self.service, config.model.implementation)
         self.served = Served(
             self.sampler, loaded.tokenizer, config.model.name, find_allowed_directories(config)

@@ -18,6 +18,7 @@ sleep after every operation, which makes small operations three times slower.
 import asyncio
 import contextlib
 import gc
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from hone.text.tokenizer import Tokenizer
 
 # Longest wait in seconds: a signal that arrives just before one is handled after it.
 MAX_WAIT_SECONDS = 0.5
+log = logging.getLogger("hone.inference")
 T = TypeVar("T")
 _Done = tuple[asyncio.Future[Any], Any, BaseException | None]
 
@@ -52,6 +54,8 @@ class EngineService:
         self._in_flight: set[asyncio.Future[Completion]] = set()
         self._closing = False
         self._is_draining = self._is_paused = False
+        # What may be done with the engine while no request is there, the last first.
+        self.idle_work: list[Callable[[Engine], None]] = []
 
     def run_beside(
         self,
@@ -193,7 +197,7 @@ class EngineService:
         has_run = False
         while True:
             with self._wake:
-                while not self._inbox and not self._has_work() and not self._closing:
+                while not (self._inbox or self._has_work() or self._closing or self.idle_work):
                     self._wake.wait(MAX_WAIT_SECONDS)
                 if self._closing:
                     return
@@ -201,6 +205,9 @@ class EngineService:
                 self._inbox = []
             for work in inbox:
                 work()
+            if self.idle_work and not inbox and not self._has_work():
+                self._run_idle_work()
+                continue
             if self._ran:
                 ran = self._ran
                 self._ran = []
@@ -221,6 +228,13 @@ class EngineService:
                 done = self._done
                 self._done = []
                 self.on_loop(_deliver_results, done)
+
+    def _run_idle_work(self) -> None:
+        try:
+            self.idle_work.pop()(self.engine)
+        except Exception:
+            log.exception("The engine could not prepare for requests; it serves them without")
+            self.idle_work.clear()
 
     def _finish_future(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None

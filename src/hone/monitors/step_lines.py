@@ -125,7 +125,7 @@ def orchestrator_line(step: int, values: dict[str, float]) -> str:
 def trainer_line(step: int, values: dict[str, float]) -> str:
     used = f"{values['perf/mfu']:.1%}" if "perf/mfu" in values else "n/a"
     return (
-        f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:.4f} | "
+        f"Step {step} | Time: {values['time/train']:.2f}s | Loss: {values['loss/mean']:z.4f} | "
         f"Entropy: {values['entropy/mean']:.4f} | Mismatch KL: {format_mismatch(values)} | "
         f"Grad. Norm: {values['optim/grad_norm']:.4f} | LR: {values['optim/lr']:.2e} | "
         f"Throughput: {values['perf/train_throughput']:.0f} tokens/s | MFU: {used} | "
@@ -142,7 +142,7 @@ def format_mismatch(values: dict[str, float]) -> str:
 
 def sft_line(step: int, values: dict[str, float]) -> str:
     parts = [
-        f"Step {step} | Time: {values['time/step']:.2f}s | Loss: {values['loss/mean']:.4f}",
+        f"Step {step} | Time: {values['time/step']:.2f}s | Loss: {values['loss/mean']:z.4f}",
         *(
             [f"Accuracy: {values['rewards/accuracies']:.1%}"]
             if "rewards/accuracies" in values
@@ -180,7 +180,7 @@ def rl_step_line(step: int, values: dict[str, float]) -> str:
         f"Time: {value_of('time/step'):.2f}s",
         f"Reward: {value_of('reward/mean'):.4f} ± {value_of('reward/std'):.4f}",
         f"Solved: {value_of('batch/solve_all'):.0%} by all, {value_of('batch/solve_none'):.0%} by none",
-        f"Loss: {value_of('loss/mean'):.4f}",
+        f"Loss: {value_of('loss/mean'):z.4f}",
         f"Entropy: {value_of('entropy/mean'):.4f}",
         f"Mismatch KL: {format_mismatch(values)}",
         f"Grad. Norm: {value_of('optim/grad_norm'):.4f}",

@@ -23,12 +23,14 @@ from hone.kernels.pinned_memory import to_device
 from hone.models.attention_layouts import PlannedAttention
 from hone.models.language_model import LanguageModel
 from hone.models.lora import lora_modules
+from hone.trainer.memory_estimate import token_bytes
 from hone.trainer.packing import Packed
 
 # FLOP of a block's forward and backward pass: about what a GPU computes in the 3 ms that a host
 # needs to launch them.
 WORTH_A_GRAPH = 1.2e12
 MOST_GRAPHS = 16
+ROOM = 1.5  # free memory that a capture needs, as a multiple of the pass's activations
 PADDING_TOKENS = 64  # of a sequence of padding
 
 
@@ -116,11 +118,21 @@ class TrainingGraphs:
         inputs = self.inputs[plan.shape]
         plan.fill_inputs(inputs)
         if plan.shape not in self.captured:
-            if is_new or len(self.captured) >= MOST_GRAPHS:
+            if is_new or len(self.captured) >= MOST_GRAPHS or not self._has_room(plan.shape):
                 return self._run_model(inputs)
             self.captured[plan.shape] = self._capture_pass(inputs)
         hidden_TD: Tensor = _Replay.apply(self._anchor, self, self.captured[plan.shape])  # type: ignore[no-untyped-call]
         return hidden_TD
+
+    def _has_room(self, shape: Shape) -> bool:
+        """Return True if the device has memory for activations that stay allocated between passes."""
+        weight = self.model.embed.weight
+        of_token = token_bytes(self.model.spec, weight.dtype.itemsize, recomputes=False)
+        free, _ = torch.cuda.mem_get_info(weight.device)
+        unused = torch.cuda.memory_reserved(weight.device) - torch.cuda.memory_allocated(
+            weight.device
+        )
+        return free + unused > ROOM * of_token * shape.tokens
 
     def _run_model(self, inputs: PassInputs) -> Tensor:
         return self.model(inputs.tokens_T, inputs.positions_T, inputs.attention)
@@ -132,6 +144,7 @@ class TrainingGraphs:
             for own, grad in zip(self._grads, found, strict=True):
                 own.zero_() if grad is None else own.copy_(grad)
 
+        self._keep_earlier_gradients()
         self._grads = self._grads or [torch.empty_like(p) for p in self.parameters]
         hidden_TD = self._run_model(inputs)  # compiles what these shapes need
         grad_TD = torch.zeros_like(hidden_TD)
@@ -149,11 +162,22 @@ class TrainingGraphs:
         # Without its history, so that later captures reuse the memory of this one's activations
         return Graphs(forward, backward, hidden_TD.detach(), grad_TD)
 
-    def add_gradients(self) -> None:
-        """Add the gradients of the last backward graph to those of the parameters."""
+    def _keep_earlier_gradients(self) -> None:
+        """Copy gradients that are still in the graphs' own tensors, which will be written again."""
+        for parameter, grad in zip(self.parameters, self._grads, strict=False):
+            if parameter.grad is not None and parameter.grad.data_ptr() == grad.data_ptr():
+                parameter.grad = grad.clone()
+
+    def replay_backward(self, graphs: Graphs) -> None:
+        """Replay a backward graph, and add its gradients to those of the parameters.
+
+        A parameter without a gradient gets the graph's own tensor, which saves a copy.
+        """
+        self._keep_earlier_gradients()
+        graphs.backward.replay()
         for parameter, grad in zip(self.parameters, self._grads, strict=True):
             if parameter.grad is None:
-                parameter.grad = grad.clone()
+                parameter.grad = grad
             else:
                 parameter.grad.add_(grad)
 
@@ -223,8 +247,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.graphs.grad_TD.copy_(grad)
-        ctx.graphs.backward.replay()
-        ctx.owner.add_gradients()
+        ctx.owner.replay_backward(ctx.graphs)
         return None, None, None
 
 
