@@ -40,6 +40,7 @@ def pack_data(data: Sequence[Arrays], device: torch.device) -> Packed:
         to_device(owner, device),
         np.arange(rows),
         np.arange(len(targets)),
+        len(data),
     )
 
 

@@ -64,6 +64,7 @@ class Packed:
     sequence_N: Tensor  # sequence number of each target
     source_T: np.ndarray  # index of each input token in all sequences end to end
     source_N: np.ndarray  # likewise of each target
+    count: int  # number of sequences
     graphs: "SmallPasses | None" = None
 
     def target_hidden(self, model: LanguageModel) -> Tensor:
@@ -138,9 +139,8 @@ def pack_sequences(
     tokens_T, keep_K, targets_N, sequence_N = _to_tensors(
         device, tokens, keep, following[keep], sequence
     )
-    return Packed(
-        attention, tokens_T, keep_K, None, targets_N, sequence_N, source, source[keep] + 1
-    )
+    places = (source, source[keep] + 1)
+    return Packed(attention, tokens_T, keep_K, None, targets_N, sequence_N, *places, len(lengths))
 
 
 def flatten_rows(rows: Sequence[Any], dtype: type) -> np.ndarray:
@@ -203,7 +203,8 @@ def pack_shared(
         flat[target],
         of,
     )
-    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, source, target)
+    places = (source, target)
+    return Packed(attention, tokens_T, keep_K, row_N, targets_N, sequence_N, *places, len(lengths))
 
 
 def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:

@@ -120,7 +120,7 @@ class DirectPreference:
         ones_N = torch.ones(len(packed.targets_N), device=packed.targets_N.device)
         reference_N = compute_reference_logprobs(packed, model, self.reference, ones_N)
         logprobs_N, _ = packed.target_logprobs(model, ones_N)
-        count = 2 * int(packed.sequence_N.max() // 2 + 1)
+        count = packed.count
         found = [
             sums.new_zeros(count).index_add(0, packed.sequence_N, sums)
             for sums in (logprobs_N, reference_N, ones_N)
