@@ -221,11 +221,14 @@ class TrainingRuns:
         """Return keys of `trainer.lora`. Raises ValueError for what cannot be trained."""
         if not 1 <= asked.rank <= MOST_RANK:
             raise ValueError(f"lora_config: rank {asked.rank} is not from 1 to {MOST_RANK}")
-        names = list(self.base.loaded.model.spec.linear_shapes)
+        spec = self.base.loaded.model.spec
+        can_merge = self.snapshots.merges_head
+        # An adapter of experts cannot be chosen by request
+        names = [n for n in spec.linear_shapes if can_merge or spec.count_linears(n) == 1]
         targets = [
             name for name in names if (asked.train_attn if name in ATTENTION else asked.train_mlp)
         ]
-        if asked.train_unembed and self.snapshots.merges_head:
+        if asked.train_unembed and can_merge:
             targets.append(HEAD)
         elif asked.train_unembed:
             log.warning("train_unembed: not with --no-merge; the other layers are trained")
