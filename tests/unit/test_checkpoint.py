@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from hone.trainer.checkpoint import (
     Checkpoints,
     _read_metric,
     forget_after,
+    refuse_changes,
     restore_checkpoint,
     resume_from,
     to_keep,
@@ -221,3 +223,19 @@ def test_the_value_of_a_checkpoint_may_stand_in_the_rows_of_the_run(tmp_path):
     assert _read_metric(found, "eval/x", rows) == {1: 0.5, 2: 0.75, 3: None}
     assert _read_metric(found, "loss/mean", rows) == {1: 0.1, 2: 0.2, 3: 0.3}
     assert _read_metric(found, None, rows) == {1: None, 2: None, 3: None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        (SFTConfig, "--model.name runs/a/weights/step_3 in another --output-dir"),
+        (TrainerConfig, "--fork runs/a@3"),
+    ],
+)
+def test_a_changed_key_is_refused_with_the_way_to_a_new_run(kind, way):
+    rest = {"data": {"name": "rows.jsonl"}, "model": {"name": "m"}} if kind is SFTConfig else {}
+    before, now = (kind.model_validate(rest | {"optim": {"lr": lr}}) for lr in (1e-4, 1e-3))
+    source = Path("runs/a/checkpoints/step_3")
+    with pytest.raises(ValueError, match="optim.lr differs") as refused:
+        refuse_changes(before.model_dump(mode="json"), now, source)
+    assert str(refused.value).endswith(f"it is a new run: {way}")

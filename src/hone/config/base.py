@@ -64,6 +64,9 @@ class Config(BaseModel):
         "optim.offload, lora.rank, seq_len, max_batch_size, kv_cache_gib or gpu_memory_utilization of inference"
     )
 
+    # True if a run with this configuration can begin from a step of another run (`rl --fork`).
+    CAN_FORK: ClassVar[bool] = True
+
     # Section of prime-rl's `rl` that has the keys of this command.
     PRIME_RL_SECTION: ClassVar[str] = ""
 

@@ -112,6 +112,7 @@ class ValConfig(Config):
 
 class SFTConfig(ResumableConfig):
     PRIME_RL_SECTION: ClassVar[str] = "trainer."
+    CAN_FORK: ClassVar[bool] = False
 
     data: DataConfig
     val: Free[ValConfig | None] = None

@@ -292,9 +292,14 @@ def refuse_changes(before: dict[str, Any], now: Config, source: Path) -> None:
     """Raise ValueError if a key of the configuration that must not change on resume has changed."""
     for key, was, found in find_differences(before, now):
         run, step = source.parent.parent, source.name.removeprefix("step_")
+        how = (
+            f"{key_name('--fork')} {run}@{step}"
+            if now.CAN_FORK
+            else f"{key_name('--model.name')} {run}/weights/step_{step} in another {key_name('--output-dir')}"
+        )
         raise ValueError(
             f"{key_name('--resume')}: {key_name(key)} differs from the run in {run}: it had {was}, found {found}; "
-            f"with other keys it is a new run: {key_name('--fork')} {run}@{step}"
+            f"with other keys it is a new run: {how}"
         )
 
 
