@@ -296,8 +296,7 @@ def test_the_pages_of_training(tmp_path):
         "python -m reverse_text --out outputs/data/sft.jsonl -n 200 --min-chars 12 --max-chars 20",
         tmp_path,
     )
-    typed(f"WANDB_MODE=offline {sft} --max-steps 3", tmp_path)
-    assert list((tmp_path / "outputs/wandb").glob("offline-run-*"))
+    typed(f"{sft} --max-steps 3", tmp_path)
     (rl,), (lora,), (begin, go_on) = map(commands_of, ("rl.md", "lora.md", "checkpoints.md"))
     for line, steps in ((rl, 2), (lora, 1), (begin, 5), (go_on, 6)):
         words = f" --max-steps {steps} --orchestrator.batch-size 32"
@@ -359,5 +358,5 @@ def test_the_page_of_preference_pairs(place):
     (place / "PAIRS.jsonl").write_text(rows_of("preferences.md"))
     command(*line.replace("DIR_OR_HUB_ID", "MODEL").split()[2:], cwd=place)
     (row,) = map(json.loads, (place / "outputs/dpo/metrics_sft.jsonl").open())
-    named = re.findall(r"`((?:rewards|logps)/\w+)`", page)
+    named = set(re.findall(r"`((?:rewards|logps)/\w+)`", page))
     assert len(named) == 6 and all(name in row for name in named)
