@@ -3,10 +3,12 @@
 python scripts/site.py
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +74,9 @@ def main() -> int:
             if source.suffix == ".md":
                 rank_in_search(target, name)
     words = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--config-file"]
-    if code := subprocess.run([*words, ROOT / "mkdocs.yml"]).returncode:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    environment = os.environ | {"HONE_SITE_VERSION": f"Hone {version}, Apache-2.0"}
+    if code := subprocess.run([*words, ROOT / "mkdocs.yml"], env=environment).returncode:
         return code
     broken = [f"a list without a blank line before it: {line}" for line in find_broken_lists(HTML)]
     broken += [f"an image without text: {line}" for line in find_images_without_text(HTML)]
