@@ -61,10 +61,9 @@ def test_idle_work_runs_while_no_request_is_there(service, caplog):
 
     async def program():
         waiting = asyncio.ensure_future(service.generate(request(0)))
-        await asyncio.sleep(0)  # it is asked while the first work runs
+        await asyncio.sleep(0)  # it is asked before or while the first work runs
         asked.set()
         assert len((await waiting).ids) == 40
-        assert await service.run_on_engine(lambda: len(service.idle_work)) <= 3
         while service.idle_work:
             await asyncio.sleep(0.01)
         assert len((await service.generate(request(1))).ids) == 40
