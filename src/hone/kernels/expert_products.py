@@ -61,7 +61,7 @@ def multiply_experts(
     pairs_M, counts_E = order_pairs(expert_TK, len(gate_up))
     token_M = pairs_M // K
 
-    def gathered() -> Tensor:
+    def gather_rows() -> Tensor:
         # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
         return F.embedding(token_M, x_TD)
 
@@ -69,12 +69,12 @@ def multiply_experts(
         from hone.kernels.gpu.expert_kernels import ExpertRows
 
         rows = ExpertRows(counts_E, pairs_M, 0, len(x_TD), K)
-        added = None if gate_up_delta is None else gate_up_delta(gathered(), counts_E)
+        added = None if gate_up_delta is None else gate_up_delta(gather_rows(), counts_E)
         hidden_MF = _GateUp.apply(x_TD, gate_up, added, rows)  # type: ignore[no-untyped-call]
         added = None if down_delta is None else down_delta(hidden_MF, counts_E)
         out: Tensor = _Down.apply(hidden_MF, down, weight_TK, added, rows)  # type: ignore[no-untyped-call]
         return out
-    x_MD = gathered()
+    x_MD = gather_rows()
     gate_up_M2F = multiply_groups(x_MD, gate_up, counts_E)
     if gate_up_delta is not None:
         gate_up_M2F = gate_up_M2F + gate_up_delta(x_MD, counts_E)
@@ -112,7 +112,9 @@ def decode_experts(
     """
     from hone.kernels.gpu import expert_kernels as kernels
 
-    weight_TK, expert_TK, rows = kernels.route(x_TD, router_ED, experts_per_token, normalizes)
+    weight_TK, expert_TK, rows = kernels.route_tokens(
+        x_TD, router_ED, experts_per_token, normalizes
+    )
     hidden_MF, *_ = kernels.multiply_grouped(
         x_TD, gate_up, rows, kernels.TOKEN.value, kernels.PAIR.value, is_swiglu=True
     )
@@ -166,7 +168,7 @@ class _GateUp(torch.autograd.Function):
             )
             of_x = parts.sum(0)
         if needs_weight:
-            x_MD = x[rows.pairs_M // rows.experts_per_token]
+            x_MD = x[rows.token_M]
             of_weight = _of_weight(of_gate_up, x_MD, rows.counts_E)
         return of_x, of_weight, of_gate_up if needs_added else None, None
 
@@ -212,7 +214,7 @@ class _Down(torch.autograd.Function):
         _, needs_weight, _, needs_added, _ = ctx.needs_input_grad
         of_weight = of_added = None
         if needs_weight or added is not None:
-            grad_MD = grad[rows.pairs_M // rows.experts_per_token]
+            grad_MD = grad[rows.token_M]
             if added is not None:
                 own = (grad_MD.float() * added).sum(1)
                 of_scales = of_scales.index_add(0, rows.pairs_M, own)

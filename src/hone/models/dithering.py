@@ -22,18 +22,14 @@ def dither_(values: Tensor, dtype: torch.dtype) -> None:
     The direction depends on the position in the tensor alone, so all processes get the same bits.
     Values that `dtype` represents stay as they are. Does nothing for other types than bfloat16.
     """
-    if dtype != torch.bfloat16:
-        return
-    for part in values.view(torch.int32).view(-1).split(PERIOD):
-        noise = _make_noise(values.device)
-        part.add_(noise[: len(part)]).bitwise_and_(-(1 << CUT_BITS))
+    dither_each_(values.unsqueeze(0), dtype)
 
 
 def dither_each_(values: Tensor, dtype: torch.dtype) -> None:
     """Round each `values[i]` in place as `dither_` does."""
     if dtype != torch.bfloat16:
         return
-    for part in values.view(torch.int32).flatten(1).split(PERIOD, 1):
+    for part in values.view(torch.int32).view(len(values), -1).split(PERIOD, 1):
         part.add_(_make_noise(values.device)[: part.shape[1]]).bitwise_and_(-(1 << CUT_BITS))
 
 

@@ -185,7 +185,7 @@ class ExpertLoRA(LoRA):
         for first in range(0, E, at_once):
             some = slice(first, first + at_once)
             for i, place in enumerate(places):
-                changed = base[some, place].float()
+                changed = base[some, place].to(torch.float32, copy=True)
                 changed.baddbmm_(b[some, i], a[some, i], alpha=self.config.scale)
                 dither_each_(changed, dtype)
                 parts[some, place] = changed.to(dtype)

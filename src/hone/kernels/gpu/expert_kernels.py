@@ -21,8 +21,8 @@ from hone.kernels.gpu import options, power_of_2, stages_of
 from hone.kernels.gpu.launching import wait
 from hone.kernels.gpu.row_kernels import gated
 
-# What a row of an operand is found by: the pair's token, the pair, or the place in the list of rows
-# by expert; PART: part k, token t, of K x T rows.
+# How to find a row of an operand: by the pair's token, by the pair, or by the place in the list of
+# rows by expert; PART: part k, token t, of K x T rows.
 TOKEN, PAIR, PLACE, PART = (tl.constexpr(i) for i in range(4))
 
 
@@ -47,6 +47,10 @@ class ExpertRows(NamedTuple):
     @property
     def pair_count(self) -> int:
         return self.tokens * self.experts_per_token
+
+    @property
+    def token_M(self) -> Tensor:
+        return self.pairs_M // self.experts_per_token
 
 
 @triton.jit(do_not_specialize=["T", "STRIDE"])
@@ -104,7 +108,7 @@ def route_kernel(
     tl.store(pairs + expert.to(tl.int64) * STRIDE + rank, pair, there)
 
 
-def route(
+def route_tokens(
     x_TD: Tensor, router_ED: Tensor, experts_per_token: int, normalizes: bool
 ) -> tuple[Tensor, Tensor, ExpertRows]:
     """Return weights (T x K, fp32) and experts (T x K, int32) of each token, and the experts' rows."""
@@ -138,7 +142,7 @@ def route(
 
 
 @triton.jit
-def _row(place, pair, T, K: tl.constexpr, BY: tl.constexpr):
+def _find_rows(place, pair, T, K: tl.constexpr, BY: tl.constexpr):
     """Return the rows of an operand as int64."""
     if BY == TOKEN:
         return (pair // K).to(tl.int64)
@@ -212,7 +216,7 @@ def grouped_kernel(
     there, inside_n = m < own, n < N
     place = start + m
     pair = tl.load(pairs + place, there, other=0)
-    rows = x + _row(place, pair, T, K, IN)[:, None] * KI + k[None, :]
+    rows = x + _find_rows(place, pair, T, K, IN)[:, None] * KI + k[None, :]
     w += expert.to(tl.int64) * N * KI * (1 + SWIGLU)
     if BY_COLUMNS:
         columns, step = w + n[None, :] + k[:, None].to(tl.int64) * N, BK * N
@@ -246,7 +250,7 @@ def grouped_kernel(
     if SCALES:
         scale = tl.load(scales + pair, there, other=0.0)
         result = (result.to(tl.float32) * scale[:, None]).to(dtype)
-    tl.store(out + _row(place, pair, T, K, OUT)[:, None] * N + n[None, :], result, mask)
+    tl.store(out + _find_rows(place, pair, T, K, OUT)[:, None] * N + n[None, :], result, mask)
 
 
 class Tile(NamedTuple):
@@ -260,7 +264,7 @@ class Tile(NamedTuple):
 
 
 def choose_tile(rows_per_expert: float, is_swiglu: bool) -> Tile:
-    """Return tile sizes for so many rows per expert on average."""
+    """Return tile sizes for an average number of rows per expert."""
     if rows_per_expert <= 8:
         return Tile(16, 32 if is_swiglu else 64, 128, 3, 4)
     if rows_per_expert <= 24:
@@ -283,14 +287,14 @@ def multiply_grouped(
     added: Tensor | None = None,
     scales: Tensor | None = None,
     factors: Tensor | None = None,
-    tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Multiply each row of x by the weight of its expert (`grouped_kernel`).
 
     Args:
-        x: operand; `by` says by what its rows are found: TOKEN, PAIR or PLACE.
+        x: operand.
+        by: how to find rows of x: TOKEN, PAIR or PLACE.
         weight: E x N x KI, or E x KI x N with `by_columns`; with `is_swiglu` E x 2N x KI.
-        into: what rows of the result are found by: PAIR, PLACE or PART.
+        into: how to find rows of the result: PAIR, PLACE or PART.
         keeps: return the gates and ups, M x 2N, too.
         added: M x N, or M x 2N with `is_swiglu`, by place.
         scales: fp32, factor of each pair.
@@ -304,8 +308,7 @@ def multiply_grouped(
     KI = x.shape[-1]
     N = weight[0].numel() // KI // (1 + is_swiglu)
     M = rows.pair_count
-    if tile is None:
-        tile = choose_tile(M / experts, is_swiglu)
+    tile = choose_tile(M / experts, is_swiglu)
     x = x.contiguous()
     shape = (rows.experts_per_token, rows.tokens, N) if into == PART.value else (M, N)
     out = x.new_empty(shape)
