@@ -11,6 +11,7 @@ from collections import defaultdict, deque
 from itertools import chain
 
 from hone.engine.cache import KVCache
+from hone.engine.delta_states import DeltaChunk
 from hone.engine.prefill import PrefillChunk
 from hone.engine.sequence import Sequence
 from hone.engine.slots import Slots
@@ -22,6 +23,7 @@ class Admission:
     def __init__(self, cache: KVCache, slots: Slots) -> None:
         self.cache = cache
         self.pool = cache.pool
+        self.deltas = cache.deltas
         self.slots = slots
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
@@ -46,15 +48,20 @@ class Admission:
         def plan_sequence(sequence: Sequence) -> None:
             nonlocal budget
             end = min(len(sequence.prompt_ids), sequence.computed + budget)
-            chunk = PrefillChunk(
-                sequence.prompt_ids, sequence.pages, sequence.computed, end, sequence.adapter
-            )
-            planned.append((sequence, chunk))
-            budget -= end - sequence.computed
             if sequence.is_of_one_policy:
                 self.pool.remember_pages(
                     sequence.prompt_ids[:end], sequence.pages, sequence.adapter
                 )
+            chunk = PrefillChunk(
+                sequence.prompt_ids,
+                sequence.pages,
+                sequence.computed,
+                end,
+                sequence.adapter,
+                self._plan_states(sequence, end),
+            )
+            planned.append((sequence, chunk))
+            budget -= end - sequence.computed
 
         for sequence in self.prefilling:
             if budget > 0:
@@ -71,6 +78,8 @@ class Admission:
                 break
             if leader is None:
                 shared = self.pool.match_prefix(prompt, sequence.adapter)
+                if self.deltas is not None:
+                    shared = self.deltas.trim_prefix(shared)
             else:
                 shared = leader.pages[: len(prompt) // self.pool.size]
             # The last token's keys are never read.
@@ -88,10 +97,31 @@ class Admission:
                 leader.siblings.append(sequence)
                 continue
             sequence.computed = len(shared) * self.pool.size
+            if self.deltas is not None and shared:
+                self.deltas.restore_prefix(shared, sequence.slot)
             leaders[sequence.prefix_key] = sequence
             self.prefilling.append(sequence)
             plan_sequence(sequence)
         return planned
+
+    def _plan_states(self, sequence: Sequence, end: int) -> DeltaChunk | None:
+        """Return which states a chunk of a prompt, up to token `end`, reads and writes."""
+        if self.deltas is None:
+            return None
+        start = sequence.computed
+        boundary = self.deltas.boundary_of(len(sequence.prompt_ids))
+        row = None
+        if sequence.is_of_one_policy and start < boundary < end:
+            row = self.deltas.take_row(sequence.pages[: boundary // self.pool.size])
+        return DeltaChunk(sequence.slot, start == 0, row, boundary - start)
+
+    def keep_snapshots(self, chunks: list[PrefillChunk]) -> None:
+        """Register the snapshots of states that a prefill pass has taken."""
+        for chunk in chunks:
+            if self.deltas is None or chunk.delta is None or chunk.delta.snapshot_row is None:
+                continue
+            count = (chunk.start + chunk.delta.until) // self.pool.size
+            self.deltas.keep_snapshot(chunk.pages[:count], chunk.delta.snapshot_row)
 
     def split_plan(self, planned: Planned) -> list[Planned]:
         """Split a plan into passes, so that no pass reads pages that it computes itself.
@@ -118,6 +148,7 @@ class Admission:
         source = []
         target = []
         most = 0
+        siblings = [(leader, sibling) for leader in leaders for sibling in leader.siblings]
         for leader in leaders:
             full, rest = divmod(len(leader.prompt_ids), self.pool.size)
             if rest:
@@ -127,6 +158,9 @@ class Admission:
             leader.siblings = []
         if target:
             self.cache.copy_pages(source, target, most)
+        if self.deltas is not None and siblings:
+            slots = [leader.slot for leader, _ in siblings]
+            self.deltas.copy_rows(slots, [sibling.slot for _, sibling in siblings])
         self.prefilling = [s for s in self.prefilling if s not in leaders]
 
     def withdraw_request(self, sequence: Sequence) -> bool:
@@ -149,6 +183,8 @@ class Admission:
                 heir, *heir_siblings = leader.siblings
                 begun = self.pool.pages_needed(leader.computed)
                 self.cache.copy_pages(leader.pages[:begun], heir.pages[:begun])
+                if self.deltas is not None:
+                    self.deltas.copy_rows([leader.slot], [heir.slot])
                 heir.computed = leader.computed
                 heir.siblings = heir_siblings
                 self.prefilling.insert(0, heir)

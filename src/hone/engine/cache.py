@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.engine.delta_states import DeltaStates
 from hone.engine.mixer_states import DecodeMixing, MixerStates, kept_states
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
@@ -23,6 +24,7 @@ from hone.kernels.decode import (
     read_pages,
     takes_pages,
 )
+from hone.kernels.delta_rule import DeltaHeads, decode_delta
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import Heads
@@ -72,6 +74,9 @@ class KVCache:
         if spec.mixer_layers:
             kept = kept_states(sequences)
             self.mixers = MixerStates(spec, self.pool, dtype, device, kept)
+        self.deltas: DeltaStates | None = None
+        if spec.delta_layers:
+            self.deltas = DeltaStates(spec, self.pool, dtype, device, sequences)
         self._no_rotation: tuple[Tensor, Tensor] | None = None
 
     def no_rotation(self, positions: int) -> tuple[Tensor, Tensor]:
@@ -86,6 +91,7 @@ class KVCache:
         """Return the bytes of all pages; on a CPU, pages that were never used take no memory."""
         others = [] if self.routing is None else [self.routing]
         others += [] if self.mixers is None else [self.mixers.inputs]
+        others += [] if self.deltas is None else [self.deltas.columns, self.deltas.matrices]
         return self.store.nbytes + sum(x.nbytes for x in others)
 
     def note_routing(
@@ -155,6 +161,12 @@ class DecodeAttention:
     def mix_sequences(self, layer: int, x_BD: Tensor, mixer: Mixer) -> Tensor:
         """Return the outputs of a mixer, B x D, for the new tokens."""
         return self.mixing.mix_sequences(layer, x_BD, mixer)
+
+    def mix_delta(self, layer: int, projected_BO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the gated delta rule for the new tokens, and update their states."""
+        assert self.cache.deltas is not None
+        store = self.cache.deltas.layers[layer]
+        return decode_delta(projected_BO, heads, store, self.rows.active_B, self.rows.state)
 
     @cached_property
     def longest(self) -> int:

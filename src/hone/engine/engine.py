@@ -136,7 +136,7 @@ class Engine:
         # Captured passes use torch's attention, which sums in another order.
         is_captured = model.prefills_on_device and not numerics.keeps_order("attention")
         captured = self.captured if is_captured else None
-        self.prefill = Prefill(model, self.cache, self.adapters, captured)
+        self.prefill = Prefill(model, self.cache, self.adapters, captured, max_batch_size)
         self.graphs = (
             DecodeGraphs(self.decoder, self.captured, max_batch_size)
             if self.captured is not None
@@ -239,6 +239,8 @@ class Engine:
         """Drop all requests without calling `on_finish`, and clear the state of a failed step."""
         self.admission.clear_all()
         self.pool.clear_pages()
+        if self.cache.deltas is not None:
+            self.cache.deltas.clear_snapshots()
         self.slots.clear_slots()
         self.decoding = []
         self._has_changed = True
@@ -355,6 +357,7 @@ class Engine:
         packed = None if chunks[0].adapter else self.packed
         run = self.prefill.run_chunks if packed is None else packed.prefill_chunks
         result = run(chunks, last)
+        self.admission.keep_snapshots(chunks)
         if started:
             if len(started) > len(leaders):
                 which = [i for i, leader in enumerate(leaders) for _ in (leader, *leader.siblings)]

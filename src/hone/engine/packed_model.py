@@ -20,7 +20,7 @@ from hone.kernels import cpu, row_state
 from hone.kernels.decode import DecodeRows
 from hone.kernels.linear import LARGE_WEIGHT
 from hone.models.language_model import LanguageModel
-from hone.models.layers import Linear
+from hone.models.layers import Linear, SelfAttention
 from hone.models.lora import lora_modules
 from hone.models.transformer import Block, Transformer
 
@@ -251,6 +251,7 @@ class PackedModel:
         for layer, block in enumerate(self.model.blocks):
             assert isinstance(block, Block)
             attention = block.attention
+            assert isinstance(attention, SelfAttention)
             mlp = block.mlp
             scales = (address_of(attention.q_norm), address_of(attention.k_norm))
             first = (

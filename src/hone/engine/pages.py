@@ -60,6 +60,14 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def chain_of(self, page: int) -> int | None:
+        """Return the number of the chain that ends in a cached page; None if it is not cached.
+
+        Another chain never has this number.
+        """
+        key = self._key_of.get(page)
+        return None if key is None else self._known[key][1]
+
     def idle_among(self, pages: list[int]) -> int:
         """Return how many of these pages have no users; sharing them lowers `available_count`."""
         return sum(page in self._idle for page in pages)

@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
+from hone.engine.delta_states import DeltaChunk, PrefillDelta
 from hone.engine.mixer_states import PrefillMixing
 from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
+from hone.kernels.delta_rule import DeltaHeads
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import (
@@ -54,19 +56,26 @@ class PrefillChunk:
     start: int
     end: int
     adapter: int = 0
+    delta: DeltaChunk | None = None  # for models with the gated delta rule
 
 
 class Prefill:
     """Prefill passes of an engine. `captured` holds their CUDA graphs, or is None."""
 
     def __init__(
-        self, model: LanguageModel, cache: KVCache, adapters: Adapters, captured: Captured | None
+        self,
+        model: LanguageModel,
+        cache: KVCache,
+        adapters: Adapters,
+        captured: Captured | None,
+        max_rows: int,
     ) -> None:
         self.model = model
         self.cache = cache
         self.adapters = adapters
         self.device = cache.store.device
         self.captured = captured
+        self.spare_row = max_rows  # of states, for passes that warm up
         self.most_tokens = WORTH_A_GRAPH / (2 * count_weights(model.blocks))
         self.inputs: dict[Shape, _Inputs] = {}  # of graphs
         self.seen: set[Shape] = set()
@@ -102,6 +111,9 @@ class Prefill:
             of_each = np.split(every, np.cumsum([s.end for s in chunks])[:-1])
             states = self.cache.mixers
             attention.mixing = PrefillMixing(states, of_each, lengths, numbers, self.adapters)
+        if self.cache.deltas is not None:
+            of_states = [s.delta or DeltaChunk(self.spare_row, True) for s in chunks]
+            attention.deltas = PrefillDelta(self.cache.deltas, of_states, lengths)
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
             hidden_PD: Tensor = self.model(tokens_T, positions_T, attention, kept_P)
@@ -266,11 +278,17 @@ class PrefillAttention:
         self.cells_T = cells_T
         self.mix = mix
         self.mixing: PrefillMixing | None = None  # of models with other mixers than attention
+        self.deltas: PrefillDelta | None = None  # of models with the gated delta rule
 
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
         """Return the outputs of a mixer, T x D, for the chunks' tokens."""
         assert self.mixing is not None
         return self.mixing.mix_sequences(layer, x_TD, mixer)
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the gated delta rule, T x VF, for the chunks' tokens."""
+        assert self.deltas is not None
+        return self.deltas.mix_delta(layer, projected_TO, heads)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from hone.kernels import gpu, numerics
 from hone.kernels.attention_form import AttentionForm
+from hone.kernels.delta_rule import DeltaHeads, DeltaPlan
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm
@@ -338,6 +339,14 @@ class PackedAttention(FlatAttention):
             out_TD.append(y_1LD[0])
         rest = len(x_TD) - sum(len(part) for part in out_TD)
         return torch.cat([*out_TD, x_TD.new_zeros(rest, x_TD.shape[1])])
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the gated delta rule; a completion starts from its prompt's state."""
+        return self.delta_plan.run(projected_TO, heads)[0]
+
+    @cached_property
+    def delta_plan(self) -> DeltaPlan:
+        return DeltaPlan(self.sequences, self.device)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         wants_kernel = torch.is_grad_enabled() or self.has_prefixes

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.kernels import gpu
+from hone.kernels.delta_rule import DeltaHeads
 from hone.kernels.norm import offset_norm
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
 from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config
@@ -63,6 +64,7 @@ class _CheckedAttention:
         self.attention = attention
         self.sizes: list[tuple[int, int]] = []
         self.mix_sequences = attention.mix_sequences
+        self.mix_delta = attention.mix_delta
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
         self.sizes.append(((qkv_TNE.shape[1] - heads.H) // 2, qkv_TNE.shape[2]))
@@ -86,6 +88,9 @@ class _TrialAttention:
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
         self.has_kernels = False
         return torch.zeros_like(x_TD)
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        raise TypeError("transformers' modules have mixers of their own")
 
 
 class HFModel(LanguageModel):

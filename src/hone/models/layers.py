@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.kernels import gpu
+from hone.kernels.delta_rule import DeltaHeads
+from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts
 from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm, normalize_projections, offset_norm
@@ -34,6 +36,13 @@ class Attention(Protocol):
         """Return a mixer's outputs (T x D); tokens see only their own sequence.
 
         `layer` is the index of the mixer among those of the model.
+        """
+        ...
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads, /) -> Tensor:
+        """Return the outputs (T x VF) of a layer with the gated delta rule (`kernels/delta_rule.py`).
+
+        `layer` is its index among these layers.
         """
         ...
 
@@ -200,6 +209,73 @@ def _norm_widths(spec: ModelSpec) -> tuple[int | None, int | None]:
         return spec.head_dim, spec.head_dim
     q, k, _ = spec.qkv_splits
     return q, k
+
+
+class GatedAttention(SelfAttention):
+    """Attention whose outputs are multiplied by sigmoid(gate).
+
+    The projection has, for each query head, E numbers of q, then E of the gate; then k and v.
+    """
+
+    def __init__(self, spec: ModelSpec, layer: int) -> None:
+        super().__init__(spec, layer)
+        q, k, v = spec.qkv_splits
+        self.qkv = Linear(spec.hidden_size, 2 * q + k + v, bias=spec.qkv_bias)
+
+    def mix_heads(
+        self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
+    ) -> Tensor:
+        size = self.heads * self.head_dim
+        q_TH2E = qkv_TO[:, : 2 * size].unflatten(1, (self.heads, 2, self.head_dim))
+        q_THE, gate_THE = q_TH2E.unbind(2)
+        plain_TO = torch.cat([q_THE.flatten(1), qkv_TO[:, 2 * size :]], 1)
+        out_TQ = super().mix_heads(layer, plain_TO, rotation, attend)
+        return out_TQ * gate_THE.flatten(1).sigmoid()
+
+
+class DeltaNet(nn.Module):
+    """The gated delta rule in place of attention (`kernels/delta_rule.py`).
+
+    Attributes:
+        qkv: projection to q, k and v, the gate z, and b and a, by rows.
+        conv: weight of the causal convolution, channels x 1 x width, as in files.
+        decay: logarithm of each head's decay rate (`A_log`).
+        decay_bias: added before softplus (`dt_bias`).
+        norm: scale of the norm of the outputs.
+    """
+
+    def __init__(self, spec: ModelSpec, shape: DeltaShape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.eps = spec.rms_norm_eps
+        self.qkv = Linear(spec.hidden_size, sum(shape.projection_rows))
+        self.conv = nn.Parameter(torch.empty(shape.channels, 1, shape.conv_width))
+        self.decay = nn.Parameter(torch.empty(shape.value_heads))
+        self.decay_bias = nn.Parameter(torch.empty(shape.value_heads))
+        self.norm = nn.Parameter(torch.ones(shape.value_size))
+        self.out = Linear(shape.outputs, spec.hidden_size)
+
+    def mix_heads(
+        self, layer: int, projected_TO: Tensor, rotation: Rotation, attend: Attention
+    ) -> Tensor:
+        weights = (self.conv, self.decay, self.decay_bias, self.norm)
+        return attend.mix_delta(layer, projected_TO, DeltaHeads(self.shape, *weights, self.eps))
+
+    @torch.no_grad()
+    def draw_gates(self, generator: torch.Generator) -> None:
+        """Draw decay rates of 0.01 to 16, as transformers does; the norm scales by 1."""
+        rates = torch.empty_like(self.decay, dtype=torch.float32)
+        self.decay.copy_(rates.uniform_(0.01, 16.0, generator=generator).log())
+        self.decay_bias.fill_(1.0)
+        self.norm.fill_(1.0)
+
+
+def make_mixer(spec: ModelSpec, layer: int) -> "SelfAttention | DeltaNet":
+    """Return a layer's attention, or what it has in its place."""
+    shape = spec.delta_shape(layer)
+    if shape is not None:
+        return DeltaNet(spec, shape)
+    return (GatedAttention if spec.gates_attention else SelfAttention)(spec, layer)
 
 
 class MLP(nn.Module):

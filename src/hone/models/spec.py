@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from hone.kernels.delta_shape import DeltaShape
 from hone.models.rope import Rope
 
 BLOCK_INPUTS = 128  # most inputs that share a scale in 8-bit weights (eight_bit.py)
@@ -96,6 +97,7 @@ class ModelSpec:
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
+    gates_attention: ClassVar[bool] = False  # q_proj has a gate beside q, for each head
 
     @property
     def has_fast_paths(self) -> bool:
@@ -185,6 +187,34 @@ class ModelSpec:
         """
         return self.intermediate_size if name.startswith("gate_up.") else 0
 
+    def delta_shape(self, layer: int) -> DeltaShape | None:
+        """Return the sizes of a layer with the gated delta rule; None: the layer has attention."""
+        return None
+
+    @property
+    def delta_layers(self) -> int:
+        """Return the number of layers with the gated delta rule."""
+        return 0
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a sequence's state in all layers with the gated delta rule."""
+        return 0
+
+    def mixer_names(self, layer: int) -> dict[str, list[str]]:
+        """Return, by parameter of a layer's attention, the HF tensors that it stacks by rows."""
+        projections = ["qkv"] if self.fuses_projections else list("qkv")
+        table = {
+            "qkv.weight": [f"self_attn.{x}_proj.weight" for x in projections],
+            "out.weight": ["self_attn.o_proj.weight"],
+        }
+        if self.qk_norm:
+            table |= {f"{x}_norm": [f"self_attn.{x}_norm.weight"] for x in "qk"}
+        if self.qkv_bias:
+            table["qkv.bias"] = [f"self_attn.{x}_proj.bias" for x in "qkv"]
+        if self.out_bias:
+            table["out.bias"] = ["self_attn.o_proj.bias"]
+        return table
+
     def can_adapt(self, name: str) -> bool:
         """Return True if the linear of this HF name may have a LoRA adapter."""
         return True
@@ -192,6 +222,10 @@ class ModelSpec:
     def count_linears(self, name: str) -> int:
         """Return how many linears of this HF name a block has."""
         return 1
+
+    def count_layers(self, name: str) -> int:
+        """Return how many layers have linears of this HF name."""
+        return self.num_hidden_layers
 
     def stacked_rows(self, name: str) -> tuple[int, ...] | int:
         """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
@@ -243,7 +277,8 @@ class ModelSpec:
         head = 1 if self.tie_word_embeddings else 2
         return (
             head * self.vocab_size * self.hidden_size
-            + self.num_hidden_layers * self._block_parameters(self.feed_forward_size)
+            + self.mixer_parameters()
+            + self.num_hidden_layers * self.feed_forward_size
         )
 
     @property
@@ -251,17 +286,32 @@ class ModelSpec:
         """Return the number of weights of a block's feed-forward part."""
         return self.active_feed_forward
 
-    def _block_parameters(self, feed_forward: int) -> int:
+    def mixer_parameters(self) -> int:
+        """Return the number of weights of all layers' attention, or what they have in its place."""
         q, k, v = self.qkv_splits
-        return self.hidden_size * (2 * q + k + v) + feed_forward
+        return self.num_hidden_layers * self.hidden_size * (2 * q + k + v)
+
+    def mixer_flops(self, context: float) -> float:
+        """Return forward FLOPs per token of attention itself, in all layers; a multiply-add counts 2."""
+        return 4.0 * self.attention_layers * self.qkv_splits[0] * context
+
+    @property
+    def kept_mixers(self) -> int:
+        """Return how many activations per token all layers' attention keeps for backward."""
+        q, k, v = self.qkv_splits
+        return self.num_hidden_layers * (2 * q + k + v)
 
     def flops_per_token(self, context: float = 0.0, head: float = 1.0) -> float:
         """Return forward FLOPs of one token that attends to `context` others.
 
         A multiply-add counts 2; `head` is the fraction of tokens that use the LM head.
         """
-        layer = self._block_parameters(self.active_feed_forward) + 2 * self.qkv_splits[0] * context
-        return 2.0 * (self.num_hidden_layers * layer + head * self.vocab_size * self.hidden_size)
+        weights = (
+            self.mixer_parameters()
+            + self.num_hidden_layers * self.active_feed_forward
+            + head * self.vocab_size * self.hidden_size
+        )
+        return 2.0 * weights + self.mixer_flops(context)
 
 
 def make_plain_layers(theta: float, head_dim: int, count: int) -> tuple[LayerAttention, ...]:

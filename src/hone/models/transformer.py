@@ -24,11 +24,12 @@ from hone.models.language_model import LanguageModel
 from hone.models.layers import (
     MLP,
     Attention,
+    DeltaNet,
     Embedding,
     Experts,
     Linear,
     RMSNorm,
-    SelfAttention,
+    make_mixer,
     make_norm,
 )
 from hone.models.ops import Ops, Pending, select_ops
@@ -45,7 +46,7 @@ class Block(nn.Module):
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
-        self.attention = SelfAttention(spec, layer)
+        self.attention = make_mixer(spec, layer)
         self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
         self.mlp = FEED_FORWARD[spec.feed_forward](spec)
 
@@ -161,6 +162,11 @@ class Transformer(LanguageModel):
         self.blocks = nn.ModuleList(make_block(spec, i) for i in range(spec.num_hidden_layers))
         self.norm = make_norm(spec.hidden_size, spec)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
+        # The index of each layer among those of its kind, by which attention finds keys or states.
+        deltas = [spec.delta_shape(i) is not None for i in range(spec.num_hidden_layers)]
+        self.places = [
+            sum(one == is_delta for one in deltas[:i]) for i, is_delta in enumerate(deltas)
+        ]
         self.rope_tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
 
     @classmethod
@@ -174,28 +180,14 @@ class Transformer(LanguageModel):
         for i in range(spec.num_hidden_layers):
             ours = f"blocks.{i}"
             theirs = f"model.layers.{i}"
-            projections = ["qkv"] if spec.fuses_projections else list("qkv")
             table |= {
                 f"{ours}.{name}.weight": [f"{theirs}.{hf}.weight"]
                 for name, hf in NORM_NAMES[spec.block.norms].items()
             }
             table |= {
-                f"{ours}.attention.qkv.weight": [
-                    f"{theirs}.self_attn.{x}_proj.weight" for x in projections
-                ],
-                f"{ours}.attention.out.weight": [f"{theirs}.self_attn.o_proj.weight"],
+                f"{ours}.attention.{name}": [f"{theirs}.{part}" for part in parts]
+                for name, parts in spec.mixer_names(i).items()
             }
-            if spec.qk_norm:
-                table |= {
-                    f"{ours}.attention.{x}_norm": [f"{theirs}.self_attn.{x}_norm.weight"]
-                    for x in "qk"
-                }
-            if spec.qkv_bias:
-                table[f"{ours}.attention.qkv.bias"] = [
-                    f"{theirs}.self_attn.{x}_proj.bias" for x in "qkv"
-                ]
-            if spec.out_bias:
-                table[f"{ours}.attention.out.bias"] = [f"{theirs}.self_attn.o_proj.bias"]
             for name, parts in spec.feed_forward_names().items():
                 table[f"{ours}.mlp.{name}"] = [f"{theirs}.mlp.{part}" for part in parts]
         return table
@@ -241,7 +233,7 @@ class Transformer(LanguageModel):
         for layer, block in enumerate(self.blocks):
             kept_N, following = (keep_N, None) if layer == last else (None, self.blocks[layer + 1])
             rotation = rotations[self.spec.layers[layer].rope]
-            inputs = (ops, layer, x_TD, delta, rotation, attend, kept_N, following)
+            inputs = (ops, self.places[layer], x_TD, delta, rotation, attend, kept_N, following)
             if self.recomputes and torch.is_grad_enabled():
                 x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)
             else:
@@ -299,6 +291,9 @@ class Transformer(LanguageModel):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, self.spec.initializer_range, generator=generator)
+        for module in self.modules():
+            if isinstance(module, DeltaNet):
+                module.draw_gates(generator)
 
 
 def build_rope_table(rope: Rope | None, spec: ModelSpec) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
+from hone.models.families.qwen3_5 import DELTA_PROJECTIONS
 from hone.models.spec import BLOCK_INPUTS, ModelSpec
 
 ACTIVATION_SLACK = 1.03  # factor for activations; measured 1.01 to 1.03
@@ -108,8 +109,9 @@ def _saved_by_eight_bits(spec: ModelSpec, lora: LoRAConfig | None, itemsize: int
         return 0
     # Experts keep their dtype
     shapes = spec.linear_shapes.items()
-    of_block = sum(a * b for name, (a, b) in shapes if spec.count_linears(name) == 1)
-    weights = of_block * spec.num_hidden_layers
+    dense = {name: a * b for name, (a, b) in shapes if spec.count_linears(name) == 1}
+    of_block = sum(dense.values())
+    weights = sum(spec.count_layers(name) * size for name, size in dense.items())
     return weights * itemsize - weights - weights * itemsize // BLOCK_INPUTS - of_block * itemsize
 
 
@@ -135,19 +137,23 @@ def estimate_rl(
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
     """Return the number of trained adapter weights, without those of `modules_to_save`."""
     targets = lora.targets or spec.linear_shapes
-    sizes = [spec.count_linears(name) * sum(spec.linear_shapes[name]) for name in targets]
-    return lora.rank * spec.num_hidden_layers * sum(sizes)
+    return lora.rank * sum(
+        spec.count_layers(name) * spec.count_linears(name) * sum(spec.linear_shapes[name])
+        for name in targets
+    )
 
 
 def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
     """Return the bytes of the fused weights that the sampler holds again with the adapter merged."""
     names = set(lora.targets or spec.linear_shapes)
-    fused = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
+    fused = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, set(DELTA_PROJECTIONS)]
     for group in fused:
         names |= group & spec.linear_shapes.keys() if names & group else set()
     shapes = {name: spec.linear_shapes[name] for name in names}
-    weights = sum(spec.count_linears(name) * a * b for name, (a, b) in shapes.items())
-    return spec.num_hidden_layers * weights * itemsize
+    return itemsize * sum(
+        spec.count_layers(name) * spec.count_linears(name) * a * b
+        for name, (a, b) in shapes.items()
+    )
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
@@ -157,12 +163,9 @@ def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:
     activations of its feed-forward layer. With activation checkpointing (`recomputes`) each block
     keeps only its input, and one block at a time keeps all of these activations.
     """
-    q, k, v = spec.qkv_splits
-    of_block = 2 * spec.hidden_size + (2 * q + k + v) + spec.kept_feed_forward
-    kept = (
-        spec.num_hidden_layers * (2 * spec.hidden_size if recomputes else of_block)
-        + recomputes * of_block
-    )
+    layers = spec.num_hidden_layers
+    of_blocks = layers * (2 * spec.hidden_size + spec.kept_feed_forward) + spec.kept_mixers
+    kept = 2 * layers * spec.hidden_size + of_blocks / layers if recomputes else of_blocks
     return int(ACTIVATION_SLACK * kept * itemsize)
 
 

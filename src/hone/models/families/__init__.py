@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.sections import Implementation
-from hone.models.families import dense
+from hone.models.families import dense, qwen3_5
 from hone.models.families.hf_spec import is_installed, parse_hf_config
+from hone.models.families.qwen3_5 import Qwen35, parse_qwen3_5
 from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
 from hone.models.rope import NotImplementedHere, ShortRope
 from hone.models.spec import ModelSpec
@@ -74,6 +75,9 @@ FAMILIES = {
     "Olmo2ForCausalLM": Family(dense.parse_olmo2, defaults=OLMO_DEFAULTS),
     "Olmo3ForCausalLM": Family(dense.parse_olmo3, defaults=OLMO_DEFAULTS),
     "Phi3ForCausalLM": Family(dense.parse_phi3, defaults=PHI3_DEFAULTS, rotates_part=True),
+    "Qwen3_5ForCausalLM": Family(
+        parse_qwen3_5, Qwen35, defaults=qwen3_5.DEFAULTS, rotates_part=True
+    ),
     "SmolLM3ForCausalLM": Family(dense.parse_smollm3, defaults={"num_key_value_heads": 4}),
 }
 # Models with other parts whose text part is a model of the table, by its model_type.
@@ -81,12 +85,14 @@ WITH_TEXT_PART = {
     "Gemma3ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
 }
 TEXT_PARTS = {
     "gemma3_text": "Gemma3ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
 }
 ALTERNATIVES_HINT = (
     "; transformers, if it is installed (the extra transformers), computes others, and vLLM samples from them "

@@ -1,0 +1,191 @@
+"""States of layers with the gated delta rule: a row per slot, and snapshots at the ends of prefixes.
+
+    rows:   0 … slots - 1   running sequences     slots   padding     then   snapshots
+
+A state belongs to all tokens before it, so it cannot be divided into pages. A prompt's state is kept
+as a snapshot at its last page boundary: requests whose prompts begin with these pages continue there.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hone.engine.pages import PagePool
+from hone.engine.slots import untouched_zeros
+from hone.kernels.delta_rule import DeltaHeads, DeltaPlan, DeltaState
+from hone.kernels.flat_attention import Sequences
+from hone.kernels.pinned_memory import to_device
+from hone.models.spec import ModelSpec
+
+MOST_SNAPSHOTS = 64  # and at most two for each sequence that may decode
+
+
+def state_rows(sequences: int) -> int:
+    """Return how many states are held for so many sequences that decode at once."""
+    return sequences + 1 + min(2 * sequences, MOST_SNAPSHOTS)
+
+
+class DeltaStates:
+    """States of all layers, by row.
+
+    Attributes:
+        layers: the states of each layer with the gated delta rule.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        pool: PagePool,
+        dtype: torch.dtype,
+        device: torch.device,
+        sequences: int,
+    ) -> None:
+        shapes = [spec.delta_shape(layer) for layer in range(spec.num_hidden_layers)]
+        shape = next(one for one in shapes if one is not None)
+        self.pool = pool
+        self.device = device
+        rows = state_rows(sequences)
+        columns = (spec.delta_layers, rows, shape.conv_width - 1, shape.channels)
+        matrices = (spec.delta_layers, rows, *shape.matrix_sizes)
+        self.columns = untouched_zeros(columns, dtype, device)
+        self.matrices = untouched_zeros(matrices, torch.float32, device)
+        self.layers = [
+            DeltaState(*x) for x in zip(self.columns, self.matrices, strict=True)
+        ]
+        self.snapshot_rows = range(sequences + 1, rows)
+        self.clear_snapshots()
+
+    def clear_snapshots(self) -> None:
+        self.unused = list(self.snapshot_rows)
+        # Row of each snapshot, by the chain of pages that ends there; least recently used first.
+        self.snapshots: OrderedDict[int, int] = OrderedDict()
+
+    @property
+    def nbytes(self) -> int:
+        return self.columns.nbytes + self.matrices.nbytes
+
+    def copy_rows(self, source: list[int], target: list[int]) -> None:
+        """Copy the states of rows `source` to rows `target`."""
+        here, there = (to_device(rows, self.device) for rows in (source, target))
+        for state in self.layers:
+            for x in state.tensors:
+                x.index_copy_(0, there, x.index_select(0, here))
+
+    def boundary_of(self, prompt_tokens: int) -> int:
+        """Return the number of tokens after which a prompt's state is kept, 0 for none."""
+        return (prompt_tokens - 1) // self.pool.size * self.pool.size
+
+    def trim_prefix(self, pages: list[int]) -> list[int]:
+        """Return the longest part of a cached prefix, given by its pages, that ends at a snapshot."""
+        for count in range(len(pages), 0, -1):
+            if self._chain_of(pages[count - 1]) in self.snapshots:
+                return pages[:count]
+        return []
+
+    def restore_prefix(self, pages: list[int], slot: int) -> None:
+        """Give a slot the state after these pages, which `trim_prefix` returned."""
+        chain = self._chain_of(pages[-1])
+        self.snapshots.move_to_end(chain)
+        self.copy_rows([self.snapshots[chain]], [slot])
+
+    def take_row(self, pages: list[int]) -> int | None:
+        """Return a row for the state after these pages; None if there is a snapshot or no room."""
+        chain = self._chain_of(pages[-1])
+        if chain in self.snapshots or not (self.unused or self.snapshots):
+            return None
+        return self.unused.pop() if self.unused else self.snapshots.popitem(last=False)[1]
+
+    def keep_snapshot(self, pages: list[int], row: int) -> None:
+        """Register the state in a row, from `take_row`, as that after these pages.
+
+        The row is free again if the pages are no cached prefix.
+        """
+        chain = self._chain_of(pages[-1])
+        if chain < 0 or chain in self.snapshots:
+            self.unused.append(row)
+        else:
+            self.snapshots[chain] = row
+
+    def _chain_of(self, page: int) -> int:
+        chain = self.pool.chain_of(page)
+        return -1 if chain is None else chain
+
+
+@dataclass(frozen=True)
+class DeltaChunk:
+    """States of a prefill chunk: the row of its sequence, and where a snapshot is to be taken.
+
+    Attributes:
+        slot: row of the sequence.
+        is_first: the chunk starts its prompt, from zeros.
+        snapshot_row: row of the snapshot; None: none.
+        until: tokens of the chunk before the snapshot.
+    """
+
+    slot: int
+    is_first: bool
+    snapshot_row: int | None = None
+    until: int = 0
+
+
+class PrefillDelta:
+    """The gated delta rule in a prefill pass over chunks of prompts."""
+
+    def __init__(self, states: DeltaStates, chunks: list[DeltaChunk], lengths: list[int]) -> None:
+        self.states = states
+        cuts = [
+            chunk.until if chunk.snapshot_row is not None else length
+            for chunk, length in zip(chunks, lengths, strict=True)
+        ]
+        ends = np.cumsum(lengths)
+        rows = []
+        for cut, length, start in zip(cuts, lengths, ends - lengths, strict=True):
+            rows.append((start, cut, 0, 0))
+            if cut < length:
+                rows.append((start + cut, length - cut, start, cut))
+        self.plan = DeltaPlan(
+            Sequences(np.array(rows, dtype=np.int64), np.arange(len(rows) + 1)), states.device
+        )
+        is_cut = [cut < length for cut, length in zip(cuts, lengths, strict=True)]
+        whole = [i for i, cut in enumerate(is_cut) if not cut]
+        parts = [i for i, cut in enumerate(is_cut) if cut]
+
+        def on_device(values: list[int]) -> Tensor:
+            return to_device(values, states.device)
+
+        self.continues = not all(chunk.is_first for chunk in chunks)
+        self.is_first_N = on_device([int(chunk.is_first) for chunk in chunks])
+        self.slots_N = on_device([chunk.slot for chunk in chunks])
+        self.whole = on_device(whole), on_device([chunks[i].slot for i in whole])
+        self.parts = on_device(parts), on_device([chunks[i].slot for i in parts])
+        kept = [chunks[i].snapshot_row for i in parts]
+        self.snapshots = on_device([row for row in kept if row is not None])
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the chunks' tokens, and keep the states after them."""
+        store = self.states.layers[layer]
+        before = self._states_before(store) if self.continues else None
+        out_TG, first, rest = self.plan.run(projected_TO, heads, before)
+        index, slots = self.whole
+        for kept, found in zip(store.tensors, first.tensors, strict=True):
+            kept.index_copy_(0, slots, found.index_select(0, index).to(kept.dtype))
+        if rest is None:
+            return out_TG
+        index, slots = self.parts
+        for kept, found, end in zip(store.tensors, first.tensors, rest.tensors, strict=True):
+            kept.index_copy_(0, self.snapshots, found.index_select(0, index).to(kept.dtype))
+            kept.index_copy_(0, slots, end.to(kept.dtype))
+        return out_TG
+
+    def _states_before(self, store: DeltaState) -> DeltaState:
+        before = store.select(self.slots_N)
+        is_first = self.is_first_N.bool()
+        return DeltaState(
+            *(
+                x.masked_fill(is_first.view(-1, *[1] * (x.dim() - 1)), 0.0)
+                for x in before.tensors
+            )
+        )

@@ -1,0 +1,581 @@
+"""The recurrence of the gated delta rule in chunks of 64 tokens, with gradients (`delta_rule.py`).
+
+    prepare   a chunk and head a program: gates, the chunk's triangular system, w and u
+    scan      a sequence and head a program: chunk after chunk, outputs and the state at the end
+    backward  scan again for the states, scan back for their gradients, then each chunk by itself
+
+With G the decays added up from the chunk's start, and rows i of a chunk:
+
+    A_ij = beta_i (k_i k_j) e^(G_i - G_j), j < i;   T = (1 + A)^-1;   w = T (beta e^G k);   u = T (beta v)
+    v' = u - w S;   o = e^G q S + P v',  P_ij = (q_i k_j) e^(G_i - G_j), j <= i
+    S = e^(G_end) S + (e^(G_end - G) k)^T v'
+
+q is scaled. States are float32 and rounded for products only. Shapes as in `delta_rule.py`; M chunks.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hone.kernels.delta_shape import DeltaShape
+
+if TYPE_CHECKING:
+    from hone.kernels.delta_rule import Segments
+
+CHUNK = tl.constexpr(64)  # tokens
+BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
+TABLE = tl.constexpr(4)  # columns of the table of chunks
+STATE_COLUMNS = 64  # of a state, by program
+
+
+@triton.jit
+def _decays(between_from, between_to, is_seen):
+    """Return e^(G_i - G_j) where j is seen by i, else 0."""
+    return tl.where(is_seen, tl.exp(tl.where(is_seen, between_from - between_to, 0.0)), 0.0)
+
+
+@triton.jit
+def _product(a, b, PRECISE: tl.constexpr):
+    """Multiply matrices in their type, or float32 ones to about its precision."""
+    if PRECISE:
+        return tl.dot(a, b, input_precision="tf32x3")
+    return tl.dot(a, b)
+
+
+@triton.jit
+def _invert(a):
+    """Return (1 + a)^-1 of a strictly lower triangular 64 x 64 matrix, float32.
+
+    Blocks of 16 rows on the diagonal are inverted row by row, then put together by products.
+    """
+    BLOCKS: tl.constexpr = CHUNK // BLOCK
+    one = tl.arange(0, BLOCKS)
+    is_same = one[:, None, None, None] == one[None, None, :, None]
+    by_block = tl.reshape(a, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    own = tl.sum(tl.where(is_same, by_block, 0.0), 2)  # BLOCKS x BLOCK x BLOCK
+    row = tl.arange(0, BLOCK)[None, :, None]
+    column = tl.arange(0, BLOCK)[None, None, :]
+    inverse = tl.zeros([BLOCKS, BLOCK, BLOCK], tl.float32)
+    for i in tl.static_range(1, BLOCK):
+        of_row = tl.sum(tl.where(row == i, own, 0.0), 1)
+        new = -of_row - tl.sum(of_row[:, :, None] * inverse, 1)
+        inverse = tl.where(row == i, new[:, None, :], inverse)
+    inverse = inverse + tl.where(row == column, 1.0, 0.0)
+    spread = tl.where(is_same, inverse[:, :, None, :], 0.0)
+    diagonal = tl.reshape(spread, [CHUNK, CHUNK])
+    below = tl.reshape(tl.where(is_same, 0.0, by_block), [CHUNK, CHUNK])
+    n = _product(diagonal, below, True)
+    n2 = _product(n, n, True)
+    r = tl.arange(0, CHUNK)
+    whole = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - n + n2 - _product(n, n2, True)
+    return _product(whole, diagonal, True)
+
+
+@triton.jit
+def prepare_kernel(
+    mixed,
+    b,
+    a,
+    decay,
+    bias,
+    chunks,
+    w,
+    u,
+    inverse,
+    decays,
+    betas,
+    row_stride,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Compute gates, T, w and u of one chunk and value head.
+
+    mixed: tokens x (K q heads, K k heads, V v heads); b, a: rows of `row_stride` numbers.
+    """
+    i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    first = tl.load(chunks + i * TABLE).to(tl.int64)
+    count = tl.load(chunks + i * TABLE + 1)
+    r = tl.arange(0, CHUNK)
+    t = first + r
+    inside = r < count
+    raw = tl.load(a + t * row_stride + h, inside, other=0.0).to(tl.float32)
+    raw += tl.load(bias + h).to(tl.float32)
+    soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    g = tl.where(inside, -tl.exp(tl.load(decay + h).to(tl.float32)) * soft, 0.0)
+    beta = tl.load(b + t * row_stride + h, inside, other=0.0).to(tl.float32)
+    beta = tl.where(inside, tl.sigmoid(beta), 0.0)
+    total = tl.cumsum(g, 0)
+    e, f = tl.arange(0, E), tl.arange(0, F)
+    channels = 2 * K * E + V * F
+    seen = inside[:, None]
+    of_k = mixed + t[:, None] * channels + (K + h // (V // K)) * E + e[None, :]
+    k = tl.load(of_k, seen, other=0.0)
+    v = tl.load(mixed + t[:, None] * channels + 2 * K * E + h * F + f[None, :], seen, other=0.0)
+    between = _decays(total[:, None], total[None, :], r[:, None] > r[None, :])
+    solved = _invert(beta[:, None] * tl.dot(k, tl.trans(k)) * between)
+    rounded = solved.to(k.dtype)
+    factor = beta * tl.exp(total)
+    of_w = tl.dot(rounded, (k.to(tl.float32) * factor[:, None]).to(k.dtype))
+    of_u = tl.dot(rounded, (v.to(tl.float32) * beta[:, None]).to(k.dtype))
+    tl.store(w + (t[:, None] * V + h) * E + e[None, :], of_w.to(k.dtype), seen)
+    tl.store(u + (t[:, None] * V + h) * F + f[None, :], of_u.to(k.dtype), seen)
+    tl.store(inverse + ((i * V + h) * CHUNK + r[:, None]) * CHUNK + r[None, :], rounded)
+    tl.store(decays + (i * V + h) * CHUNK + r, total)
+    tl.store(betas + (i * V + h) * CHUNK + r, beta)
+
+
+@triton.jit
+def scan_kernel(
+    mixed,
+    w,
+    u,
+    decays,
+    chunks,
+    sequences,
+    before,
+    out,
+    after,
+    states,
+    values,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+    KEEPS: tl.constexpr,
+):
+    """Go through the chunks of one sequence, for one value head and COLUMNS columns of its state.
+
+    With KEEPS, write the state before each chunk and v' instead of the outputs and the last state.
+    """
+    n, h = (tl.program_id(0) // V).to(tl.int64), tl.program_id(0) % V
+    e, f = tl.arange(0, E), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = ((n * V + h) * E + e[:, None]) * F + f[None, :]
+    if HAS_BEFORE:
+        state = tl.load(before + place)
+    else:
+        state = tl.zeros([E, COLUMNS], tl.float32)
+    r = tl.arange(0, CHUNK)
+    channels = 2 * K * E + V * F
+    of_key = h // (V // K)
+    first_chunk = tl.load(sequences + n * 2).to(tl.int64)
+    for i in range(first_chunk, first_chunk + tl.load(sequences + n * 2 + 1)):
+        t = tl.load(chunks + i * TABLE).to(tl.int64) + r
+        seen = (r < tl.load(chunks + i * TABLE + 1))[:, None]
+        total = tl.load(decays + (i * V + h) * CHUNK + r)
+        end = tl.load(decays + (i * V + h) * CHUNK + CHUNK - 1)
+        of_w = tl.load(w + (t[:, None] * V + h) * E + e[None, :], seen, other=0.0)
+        of_u = tl.load(u + (t[:, None] * V + h) * F + f[None, :], seen, other=0.0)
+        k = tl.load(mixed + t[:, None] * channels + (K + of_key) * E + e[None, :], seen, other=0.0)
+        rounded = state.to(k.dtype)
+        value = (of_u.to(tl.float32) - tl.dot(of_w, rounded)).to(k.dtype)
+        if KEEPS:
+            tl.store(states + ((i * V + h) * E + e[:, None]) * F + f[None, :], rounded)
+            tl.store(values + (t[:, None] * V + h) * F + f[None, :], value, seen)
+        else:
+            q = tl.load(mixed + t[:, None] * channels + of_key * E + e[None, :], seen, other=0.0)
+            between = _decays(total[:, None], total[None, :], r[:, None] >= r[None, :])
+            scores = (tl.dot(q, tl.trans(k)) * between).to(k.dtype)
+            decayed = (q.to(tl.float32) * tl.exp(total)[:, None]).to(k.dtype)
+            y = tl.dot(decayed, rounded) + tl.dot(scores, value)
+            tl.store(out + (t[:, None] * V + h) * F + f[None, :], y.to(k.dtype), seen)
+        kept = (k.to(tl.float32) * tl.exp(end - total)[:, None]).to(k.dtype)
+        state = state * tl.exp(end) + tl.dot(tl.trans(kept), value)
+    if not KEEPS:
+        tl.store(after + place, state)
+
+
+@triton.jit
+def scan_back_kernel(
+    mixed,
+    w,
+    decays,
+    chunks,
+    sequences,
+    grad_out,
+    grad_after,
+    grad_values,
+    grad_states,
+    grad_before,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HAS_AFTER: tl.constexpr,
+    HAS_BEFORE: tl.constexpr,
+):
+    """Go back through the chunks of one sequence: gradients of v' and of the state after each chunk."""
+    n, h = (tl.program_id(0) // V).to(tl.int64), tl.program_id(0) % V
+    e, f = tl.arange(0, E), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = ((n * V + h) * E + e[:, None]) * F + f[None, :]
+    if HAS_AFTER:
+        grad = tl.load(grad_after + place)
+    else:
+        grad = tl.zeros([E, COLUMNS], tl.float32)
+    r = tl.arange(0, CHUNK)
+    channels = 2 * K * E + V * F
+    of_key = h // (V // K)
+    first_chunk = tl.load(sequences + n * 2).to(tl.int64)
+    count = tl.load(sequences + n * 2 + 1)
+    for back in range(count):
+        i = first_chunk + count - 1 - back
+        t = tl.load(chunks + i * TABLE).to(tl.int64) + r
+        seen = (r < tl.load(chunks + i * TABLE + 1))[:, None]
+        total = tl.load(decays + (i * V + h) * CHUNK + r)
+        end = tl.load(decays + (i * V + h) * CHUNK + CHUNK - 1)
+        q = tl.load(mixed + t[:, None] * channels + of_key * E + e[None, :], seen, other=0.0)
+        k = tl.load(mixed + t[:, None] * channels + (K + of_key) * E + e[None, :], seen, other=0.0)
+        of_w = tl.load(w + (t[:, None] * V + h) * E + e[None, :], seen, other=0.0)
+        of_out = tl.load(grad_out + (t[:, None] * V + h) * F + f[None, :], seen, other=0.0)
+        rounded = grad.to(k.dtype)
+        tl.store(grad_states + ((i * V + h) * E + e[:, None]) * F + f[None, :], rounded)
+        # Transposed: row j, column i
+        between = _decays(total[None, :], total[:, None], r[:, None] <= r[None, :])
+        scores = (tl.dot(k, tl.trans(q)) * between).to(k.dtype)
+        kept = (k.to(tl.float32) * tl.exp(end - total)[:, None]).to(k.dtype)
+        of_value = (tl.dot(scores, of_out) + tl.dot(kept, rounded)).to(k.dtype)
+        tl.store(grad_values + (t[:, None] * V + h) * F + f[None, :], of_value, seen)
+        decayed = (q.to(tl.float32) * tl.exp(total)[:, None]).to(k.dtype)
+        grad = grad * tl.exp(end) + tl.dot(tl.trans(decayed), of_out)
+        grad -= tl.dot(tl.trans(of_w), of_value)
+    if HAS_BEFORE:
+        tl.store(grad_before + place, grad)
+
+
+@triton.jit
+def chunk_back_kernel(
+    mixed,
+    decays,
+    chunks,
+    states,
+    values,
+    grad_out,
+    grad_values,
+    grad_states,
+    grad_q,
+    grad_k,
+    grad_w,
+    grad_decays,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Gradients of one chunk and value head, without the triangular system: q, part of k, w, G."""
+    i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r = tl.arange(0, CHUNK)
+    t = tl.load(chunks + i * TABLE).to(tl.int64) + r
+    seen = (r < tl.load(chunks + i * TABLE + 1))[:, None]
+    e = tl.arange(0, E)
+    channels = 2 * K * E + V * F
+    of_key = h // (V // K)
+    total = tl.load(decays + (i * V + h) * CHUNK + r)
+    end = tl.load(decays + (i * V + h) * CHUNK + CHUNK - 1)
+    of_scores = tl.zeros([CHUNK, CHUNK], tl.float32)
+    of_q = tl.zeros([CHUNK, E], tl.float32)
+    of_k = tl.zeros([CHUNK, E], tl.float32)
+    of_w = tl.zeros([CHUNK, E], tl.float32)
+    of_end = 0.0
+    for part in range(F // COLUMNS):
+        f = part * COLUMNS + tl.arange(0, COLUMNS)
+        row = (t[:, None] * V + h) * F + f[None, :]
+        place = ((i * V + h) * E + e[:, None]) * F + f[None, :]
+        state, of_state = tl.load(states + place), tl.load(grad_states + place)
+        value = tl.load(values + row, seen, other=0.0)
+        out = tl.load(grad_out + row, seen, other=0.0)
+        of_value = tl.load(grad_values + row, seen, other=0.0)
+        of_scores += tl.dot(out, tl.trans(value))
+        of_q += tl.dot(out, tl.trans(state))
+        of_k += tl.dot(value, tl.trans(of_state))
+        of_w -= tl.dot(of_value, tl.trans(state))
+        of_end += tl.sum(state.to(tl.float32) * of_state.to(tl.float32))
+    q = tl.load(mixed + t[:, None] * channels + of_key * E + e[None, :], seen, other=0.0)
+    k = tl.load(mixed + t[:, None] * channels + (K + of_key) * E + e[None, :], seen, other=0.0)
+    between = _decays(total[:, None], total[None, :], r[:, None] >= r[None, :])
+    rounded = (of_scores * between).to(k.dtype)
+    from_state = of_k * tl.exp(end - total)[:, None]
+    of_q = of_q * tl.exp(total)[:, None] + tl.dot(rounded, k)
+    of_k = from_state + tl.dot(tl.trans(rounded), q)
+    wide_k = k.to(tl.float32)
+    of_total = tl.sum(q.to(tl.float32) * of_q, 1) - tl.sum(wide_k * of_k, 1)
+    of_end = of_end * tl.exp(end) + tl.sum(from_state * wide_k)
+    of_total += tl.where(r == CHUNK - 1, of_end, 0.0)
+    head = (t[:, None] * V + h) * E + e[None, :]
+    tl.store(grad_q + head, of_q.to(k.dtype), seen)
+    tl.store(grad_k + head, of_k.to(k.dtype), seen)
+    tl.store(grad_w + head, of_w.to(k.dtype), seen)
+    tl.store(grad_decays + (i * V + h) * CHUNK + r, of_total)
+
+
+@triton.jit
+def system_back_kernel(
+    mixed,
+    inverse,
+    decays,
+    betas,
+    chunks,
+    grad_values,
+    grad_w,
+    grad_decays,
+    grad_k,
+    grad_v,
+    grad_g,
+    grad_beta,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+):
+    """Gradients of one chunk and value head through the triangular system: the rest of k, v, beta, g.
+
+    Adds to `grad_k`; `grad_g` and `grad_beta` are tokens x V.
+    """
+    i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    r = tl.arange(0, CHUNK)
+    t = tl.load(chunks + i * TABLE).to(tl.int64) + r
+    inside = r < tl.load(chunks + i * TABLE + 1)
+    seen = inside[:, None]
+    e, f = tl.arange(0, E), tl.arange(0, F)
+    channels = 2 * K * E + V * F
+    total = tl.load(decays + (i * V + h) * CHUNK + r)
+    beta = tl.load(betas + (i * V + h) * CHUNK + r)
+    of_k = mixed + t[:, None] * channels + (K + h // (V // K)) * E + e[None, :]
+    k = tl.load(of_k, seen, other=0.0)
+    v = tl.load(mixed + t[:, None] * channels + 2 * K * E + h * F + f[None, :], seen, other=0.0)
+    solved = tl.load(inverse + ((i * V + h) * CHUNK + r[:, None]) * CHUNK + r[None, :])
+    du = tl.load(grad_values + (t[:, None] * V + h) * F + f[None, :], seen, other=0.0)
+    head = (t[:, None] * V + h) * E + e[None, :]
+    dw = tl.load(grad_w + head, seen, other=0.0)
+    wide_k, wide_v = k.to(tl.float32), v.to(tl.float32)
+    grown = tl.exp(total)
+    scaled_k = (wide_k * (beta * grown)[:, None]).to(k.dtype)
+    scaled_v = (wide_v * beta[:, None]).to(k.dtype)
+    of_solved = tl.dot(du, tl.trans(scaled_v)) + tl.dot(dw, tl.trans(scaled_k))
+    turned = tl.trans(solved)
+    dv = tl.dot(turned, du)
+    dk = tl.dot(turned, dw)
+    of_beta = tl.sum(dv * wide_v, 1) + tl.sum(dk * wide_k, 1) * grown
+    of_total = tl.load(grad_decays + (i * V + h) * CHUNK + r)
+    of_total += tl.sum(dk * wide_k, 1) * beta * grown
+    # dA = -T^T dT T^T below the diagonal
+    of_system = tl.dot(turned, of_solved.to(k.dtype)).to(k.dtype)
+    of_system = -tl.dot(of_system, turned)
+    between = _decays(total[:, None], total[None, :], r[:, None] > r[None, :])
+    weighted = of_system * between
+    products = tl.dot(k, tl.trans(k))
+    times = weighted * products
+    of_beta += tl.sum(times, 1)
+    of_total += tl.sum(times, 1) * beta - tl.sum(times * beta[:, None], 0)
+    of_products = (weighted * beta[:, None]).to(k.dtype)
+    dk = dk * (beta * grown)[:, None] + tl.dot(of_products, k) + tl.dot(tl.trans(of_products), k)
+    dk += tl.load(grad_k + head, seen, other=0.0).to(tl.float32)
+    tl.store(grad_k + head, dk.to(k.dtype), seen)
+    row = (t[:, None] * V + h) * F + f[None, :]
+    tl.store(grad_v + row, (dv * beta[:, None]).to(k.dtype), seen)
+    # The gradient of g is that of all later sums.
+    of_g = tl.sum(of_total, 0) - tl.cumsum(of_total, 0) + of_total
+    tl.store(grad_g + t * V + h, of_g, inside)
+    tl.store(grad_beta + t * V + h, of_beta, inside)
+
+
+class Gates(NamedTuple):
+    """Inputs of the gates: b and a of each token (columns of one matrix), decay and bias of each head."""
+
+    b_TV: Tensor
+    a_TV: Tensor
+    decay_V: Tensor
+    bias_V: Tensor
+
+
+class Chunked(NamedTuple):
+    """What the backward pass needs of the recurrence: T, G and beta of each chunk and head."""
+
+    inverse: Tensor
+    decays: Tensor
+    betas: Tensor
+
+
+class GateGrads(NamedTuple):
+    """Gradients of the recurrence's inputs.
+
+    Attributes:
+        q: of each value head's q, tokens x V x E; k alike; v, tokens x V x F.
+        g: of the logarithm of the decay, tokens x V, float32; beta alike.
+        before: of the states before the sequences; None if there were none.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    before: Tensor | None
+
+
+def run_chunks(
+    mixed: Tensor, gates: Gates, shape: DeltaShape, segments: "Segments", before: Tensor | None
+) -> tuple[Tensor, Tensor, Chunked]:
+    """Return the outputs (tokens x V x F), the states after, and what the backward pass needs.
+
+    Args:
+        mixed: q, k and v side by side, T x C; q and k are normalized, q is scaled.
+        before: states before the sequences, N x V x E x F; None: zeros.
+    """
+    tables = (segments.chunk_table, segments.sequence_table)
+    w, u, chunked = _prepare(mixed, gates, shape, tables[0])
+    out = mixed.new_empty(len(mixed), shape.value_heads, shape.value_size)
+    after = mixed.new_empty(segments.count, *shape.matrix_sizes, dtype=torch.float32)
+    _scan(mixed, w, u, chunked.decays, shape, tables, before, (out, after, None, None))
+    return out, after, chunked
+
+
+def run_chunks_back(
+    mixed: Tensor,
+    gates: Gates,
+    shape: DeltaShape,
+    segments: "Segments",
+    before: Tensor | None,
+    chunked: Chunked,
+    grad_out: Tensor,
+    grad_after: Tensor | None,
+) -> GateGrads:
+    """Return the gradients of `run_chunks`. `grad_out` and `grad_after` are contiguous."""
+    T, V = len(mixed), shape.value_heads
+    sizes = _sizes(shape)
+    columns = min(STATE_COLUMNS, shape.value_size)
+    chunks, sequences = segments.chunk_table, segments.sequence_table
+    w, u, _ = _prepare(mixed, gates, shape, chunks)
+    of_states = (len(chunks), V, shape.key_size, shape.value_size)
+    states, values = mixed.new_empty(of_states), torch.empty_like(u)
+    tables = (chunks, sequences)
+    _scan(mixed, w, u, chunked.decays, shape, tables, before, (None, None, states, values))
+    grad_values, grad_states = torch.empty_like(u), torch.empty_like(states)
+    grad_before = None if before is None else torch.empty_like(before)
+    scan_back_kernel[(len(sequences) * V, shape.value_size // columns)](
+        mixed,
+        w,
+        chunked.decays,
+        chunks,
+        sequences,
+        grad_out,
+        grad_after,
+        grad_values,
+        grad_states,
+        grad_before,
+        **sizes,
+        COLUMNS=columns,
+        HAS_AFTER=grad_after is not None,
+        HAS_BEFORE=before is not None,
+        **_plain(4),
+    )
+    grad_q, grad_k, grad_w = (torch.empty_like(w) for _ in range(3))
+    grad_decays = torch.empty_like(chunked.decays)
+    chunk_back_kernel[(len(chunks), V)](
+        mixed,
+        chunked.decays,
+        chunks,
+        states,
+        values,
+        grad_out,
+        grad_values,
+        grad_states,
+        grad_q,
+        grad_k,
+        grad_w,
+        grad_decays,
+        **sizes,
+        COLUMNS=min(32, shape.value_size),
+        **_plain(8),
+    )
+    grad_v = torch.empty_like(u)
+    grad_g, grad_beta = mixed.new_empty(2, T, V, dtype=torch.float32).unbind()
+    system_back_kernel[(len(chunks), V)](
+        mixed,
+        *chunked,
+        chunks,
+        grad_values,
+        grad_w,
+        grad_decays,
+        grad_k,
+        grad_v,
+        grad_g,
+        grad_beta,
+        **sizes,
+        **_plain(8),
+    )
+    return GateGrads(grad_q, grad_k, grad_v, grad_g, grad_beta, grad_before)
+
+
+def _sizes(shape: DeltaShape) -> dict[str, int]:
+    return {
+        "K": shape.key_heads,
+        "V": shape.value_heads,
+        "E": shape.key_size,
+        "F": shape.value_size,
+    }
+
+
+def _plain(warps: int) -> dict[str, int]:
+    """Return launch options of kernels that wait for the previous one to end."""
+    return {"num_warps": warps, "num_stages": 2}
+
+
+def _prepare(
+    mixed: Tensor, gates: Gates, shape: DeltaShape, chunks: Tensor
+) -> tuple[Tensor, Tensor, Chunked]:
+    T, V = len(mixed), shape.value_heads
+    w = mixed.new_empty(T, V, shape.key_size)
+    u = mixed.new_empty(T, V, shape.value_size)
+    inverse = mixed.new_empty(len(chunks), V, CHUNK.value, CHUNK.value)
+    of_gates = (2, len(chunks), V, CHUNK.value)
+    decays, betas = mixed.new_empty(of_gates, dtype=torch.float32).unbind()
+    prepare_kernel[(len(chunks), V)](
+        mixed,
+        *gates,
+        chunks,
+        w,
+        u,
+        inverse,
+        decays,
+        betas,
+        gates.a_TV.stride(0),
+        **_sizes(shape),
+        **_plain(4),
+    )
+    return w, u, Chunked(inverse, decays, betas)
+
+
+def _scan(
+    mixed: Tensor,
+    w: Tensor,
+    u: Tensor,
+    decays: Tensor,
+    shape: DeltaShape,
+    tables: tuple[Tensor, Tensor],
+    before: Tensor | None,
+    results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
+) -> None:
+    """Fill the outputs and the states after sequences, or the states before chunks and v'."""
+    columns = min(STATE_COLUMNS, shape.value_size)
+    scan_kernel[(len(tables[1]) * shape.value_heads, shape.value_size // columns)](
+        mixed,
+        w,
+        u,
+        decays,
+        *tables,
+        before,
+        *results,
+        **_sizes(shape),
+        COLUMNS=columns,
+        HAS_BEFORE=before is not None,
+        KEEPS=results[2] is not None,
+        **_plain(4),
+    )
