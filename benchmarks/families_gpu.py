@@ -4,7 +4,8 @@
 
 Shapes of published models, random weights, bf16. Decoding: `--batch` sequences, a prompt of 64 tokens, 128 more; the
 time of a step is the difference between completions of 129 tokens and of one, over 128. Its limit is the larger of the
-time to read the weights and the keys and values once, and the time of the arithmetic at the rate of a large product.
+time to read the weights, keys and values once (and to write states, too), and the time of the arithmetic at the rate
+of a large product.
 Of a mixture of experts, only experts that a token chooses are read; their expected number counts.
 Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of `--sequence`, every token a
 target, without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
@@ -71,6 +72,8 @@ FAMILIES = {
     "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
     "MoE-2.7B": MODELS["MoE-2.7B"],
     "Qwen3-30B-A3B": MODELS["Qwen3-30B-A3B"],
+    "Qwen3.5-0.8B": MODELS["Qwen3.5-0.8B"],
+    "Qwen3.5-4B": MODELS["Qwen3.5-4B"],
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
     "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
     "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),

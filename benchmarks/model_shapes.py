@@ -124,6 +124,40 @@ MODELS = {
         "tie_word_embeddings": False,
     },
 }
+_QWEN35 = {
+    "model_type": "qwen3_5_text",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 248320,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+MODELS |= {
+    "Qwen3.5-0.8B": {
+        **_QWEN35,
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+    },
+    "Qwen3.5-4B": {
+        **_QWEN35,
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 32,
+    },
+}
 TINY = ROOT / "examples" / "reverse_text_tiny" / "model"
 
 
@@ -149,7 +183,8 @@ def step_limits(
         idle = (1 - spec.experts_per_token / spec.experts) ** batch
         rows += idle * spec.num_hidden_layers * spec.feed_forward_size
     numbers = spec.parameter_count() - rows + batch * context * spec.cache_numbers
-    return 2 * numbers / rate, batch * spec.flops_per_token(context) / flops
+    of_states = 2 * batch * spec.state_bytes(2)  # read and written
+    return (2 * numbers + of_states) / rate, batch * spec.flops_per_token(context) / flops
 
 
 def measure_bandwidth() -> float:

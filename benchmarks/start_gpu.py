@@ -1,4 +1,4 @@
-"""Start-up on one GPU: seconds until a server of Qwen3-0.6B's shape answers, and until vf-eval with its own server ends.
+"""Start-up on one GPU: seconds until a server of Qwen3-0.6B's shape answers, and until vf-eval with its own one ends.
 
     python benchmarks/start_gpu.py [--logs DIRECTORY]
 

@@ -8,6 +8,7 @@ import torch
 from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
+from hone.engine.delta_states import sequences_for, state_rows
 from hone.engine.mixer_states import kept_states
 from hone.models.device_memory import free_and_total_bytes
 from hone.models.language_model import LanguageModel
@@ -18,6 +19,7 @@ CPU_SHARE = 4
 # Default for sequences that decode at once, on any device; and the largest, if memory allows.
 DEFAULT_BATCH_SIZE = 256
 MAX_DEFAULT_BATCH_SIZE = 1024
+STATE_SHARE = 0.25  # of a GPU's free memory that states of sequences may take by default
 log = logging.getLogger("hone")
 
 
@@ -51,6 +53,12 @@ def plan_cache(
         batch = config.max_batch_size or DEFAULT_BATCH_SIZE
         config = config.model_copy(update={"max_batch_size": batch})
         reserved += model.state_bytes * kept_states(batch)
+    if model.spec.delta_layers:
+        of_state = model.spec.state_bytes(weight.dtype.itemsize)
+        most = int(free_and_total_bytes(weight.device)[0] * STATE_SHARE / of_state)
+        batch = config.max_batch_size or max(1, min(DEFAULT_BATCH_SIZE, sequences_for(most)))
+        config = config.model_copy(update={"max_batch_size": batch})
+        reserved += of_state * state_rows(batch)
     torch.cuda.empty_cache()  # the cache is one allocation, which fits none of the freed blocks
     free, total = free_and_total_bytes(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize

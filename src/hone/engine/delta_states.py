@@ -28,6 +28,11 @@ def state_rows(sequences: int) -> int:
     return sequences + 1 + min(2 * sequences, MOST_SNAPSHOTS)
 
 
+def sequences_for(rows: int) -> int:
+    """Return for how many sequences that many states suffice."""
+    return max((rows - 1) // 3, rows - 1 - MOST_SNAPSHOTS)
+
+
 class DeltaStates:
     """States of all layers, by row.
 
@@ -52,9 +57,7 @@ class DeltaStates:
         matrices = (spec.delta_layers, rows, *shape.matrix_sizes)
         self.columns = untouched_zeros(columns, dtype, device)
         self.matrices = untouched_zeros(matrices, torch.float32, device)
-        self.layers = [
-            DeltaState(*x) for x in zip(self.columns, self.matrices, strict=True)
-        ]
+        self.layers = [DeltaState(*x) for x in zip(self.columns, self.matrices, strict=True)]
         self.snapshot_rows = range(sequences + 1, rows)
         self.clear_snapshots()
 
@@ -184,8 +187,5 @@ class PrefillDelta:
         before = store.select(self.slots_N)
         is_first = self.is_first_N.bool()
         return DeltaState(
-            *(
-                x.masked_fill(is_first.view(-1, *[1] * (x.dim() - 1)), 0.0)
-                for x in before.tensors
-            )
+            *(x.masked_fill(is_first.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in before.tensors)
         )

@@ -208,9 +208,7 @@ def mix_segments_reference(
     qkv_TC, z_TG, b_TV, a_TV = heads.split_projection(projected_TO)
     if before is None:
         before = DeltaState.zeros(segments.count, heads.shape, projected_TO)
-    mixed_TC, columns_NWC = causal_convolution(
-        qkv_TC, heads.conv_C1W, before.columns_NWC, segments
-    )
+    mixed_TC, columns_NWC = causal_convolution(qkv_TC, heads.conv_C1W, before.columns_NWC, segments)
     g_TV, beta_TV = heads.compute_gates(b_TV, a_TV)
     o_TVF, matrices = chunked_delta_rule(
         *heads.split_channels(mixed_TC), g_TV, beta_TV, segments.chunks, before.matrices_NVEF
@@ -230,7 +228,9 @@ class DeltaPlan:
         self.first = Segments(first[:, 1], device)
         self.rest = Segments(rest[:, 1], device) if len(rest) else None
         spans = [
-            np.arange(start, start + n) for part in (first, rest) for start, n in part[:, :2].tolist()
+            np.arange(start, start + n)
+            for part in (first, rest)
+            for start, n in part[:, :2].tolist()
         ]
         places = np.concatenate([np.zeros(0, np.int64), *spans])
         self.is_in_order = bool((places == np.arange(len(places))).all())

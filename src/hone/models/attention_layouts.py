@@ -250,7 +250,9 @@ class FlatAttention:
             from hone.kernels.gpu import attention
 
             return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
-        if takes_flash(q_THE) and not self.has_prefixes:
+        if takes_flash(q_THE):
+            if self.has_prefixes:
+                k_TKE, v_TKE = (_repeat_rows(x, self.seen_S) for x in (k_TKE, v_TKE))
             return flash_varlen(
                 q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries
             ).flatten(1)
@@ -270,6 +272,16 @@ class FlatAttention:
     def longest(self) -> int:
         """Return the tokens of the longest sequence with its prefix."""
         return int((self.sequences.rows[:, 1] + self.sequences.rows[:, 3]).max(initial=0))
+
+    @cached_property
+    def seen_S(self) -> Tensor:
+        """Return the tokens whose keys each sequence sees, its prefix first, end to end."""
+        spans = [
+            np.arange(first, first + count)
+            for start, length, prefix, before in self.sequences.rows.tolist()
+            for first, count in ((prefix, before), (start, length))
+        ]
+        return to_device(np.concatenate(spans), self.device)
 
     @cached_property
     def tile_plan(self) -> "Tiles":
@@ -536,6 +548,11 @@ class _Bucket:
             q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
         )
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
+
+
+def _repeat_rows(x_TKE: Tensor, index_S: Tensor) -> Tensor:
+    """Return rows x[index], which may repeat; their gradients are added in a fixed order."""
+    return F.embedding(index_S, x_TKE.flatten(1)).unflatten(1, x_TKE.shape[1:])
 
 
 def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hone.kernels import row_state
+from hone.kernels import gpu, row_state
 from hone.kernels.head import cap_logits
 from hone.kernels.linear import linear
 from hone.models.layers import Attention
@@ -106,6 +106,11 @@ class LanguageModel(nn.Module):
     def prefills_on_device(self) -> bool:
         """Return True if a pass over whole prompts needs no host work either."""
         return self.stays_on_device
+
+    @property
+    def trains_prefixes(self) -> bool:
+        """Return True if a GPU computes attention to shared prompts, with gradients, without padding."""
+        return gpu.trains_model(self.embed.weight, self.spec.head_dim)
 
     @property
     def state_bytes(self) -> int:

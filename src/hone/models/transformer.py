@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hone.kernels import gpu
 from hone.kernels.row_gather import take_rows
-from hone.models.attention_layouts import Rotation
+from hone.models.attention_layouts import FLASH_HEAD_SIZE, Rotation
 from hone.models.language_model import LanguageModel
 from hone.models.layers import (
     MLP,
@@ -259,12 +259,28 @@ class Transformer(LanguageModel):
     @property
     def stays_on_device(self) -> bool:
         """Return True if a pass over few tokens needs no host work, as CUDA graphs require."""
-        return gpu.takes_model(self.embed.weight, self.spec.head_dim)
+        shapes = {self.spec.delta_shape(i) for i in range(self.spec.num_hidden_layers)}
+        has_kernels = all(shape is None or shape.has_gpu_sizes for shape in shapes)
+        return has_kernels and gpu.takes_model(self.embed.weight, self.spec.head_dim)
 
     @property
     def prefills_on_device(self) -> bool:
-        # Attention with capped logits has no kernel for whole prompts.
-        return self.stays_on_device and self.spec.attention_cap is None
+        # Capped attention has no kernel for whole prompts; the delta rule plans chunks on the host.
+        is_captured = self.spec.attention_cap is None and not self.spec.delta_layers
+        return self.stays_on_device and is_captured
+
+    @property
+    def trains_prefixes(self) -> bool:
+        # Flash attention takes larger heads than Hone's kernels, but no windows or caps with prefixes.
+        spec = self.spec
+        has_windows = any(layer.window for layer in spec.layers)
+        is_plain = spec.attention_cap is None and not has_windows
+        has_flash = gpu.has_kernels(self.embed.weight) and spec.head_dim <= FLASH_HEAD_SIZE
+        return super().trains_prefixes or (is_plain and has_flash)
+
+    @property
+    def state_bytes(self) -> int:
+        return self.spec.state_bytes(self.embed.weight.dtype.itemsize)
 
     @property
     def expert_layers(self) -> list["Experts"]:

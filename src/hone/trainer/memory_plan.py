@@ -131,11 +131,12 @@ def estimate_need(config: Config, spec: ModelSpec, itemsize: int) -> Need | None
             return Need(training, 0, 0, 0, TRAINING_SHARE)
         lora = config.trainer.lora
         copy = merged_copy_bytes(spec, lora, itemsize) if lora and lora.keeps_copy else 0
-        of_sequence = of_token * min(limit, config.seq_len)
+        of_sequence = of_token * min(limit, config.seq_len) + spec.state_bytes(itemsize)
         most = config.orchestrator.batch_size
         return Need(training, copy, of_sequence, most, _usable_share(config.inference))
     if isinstance(config, InferenceConfig):
-        of_sequence = of_token * min(limit, config.max_model_len or limit)
+        length = min(limit, config.max_model_len or limit)
+        of_sequence = of_token * length + spec.state_bytes(itemsize)
         most = config.max_batch_size or 256
         return Need(
             None, spec.parameter_count() * itemsize, of_sequence, most, _usable_share(config)

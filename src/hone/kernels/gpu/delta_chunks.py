@@ -157,10 +157,9 @@ def scan_kernel(
     n, h = (tl.program_id(0) // V).to(tl.int64), tl.program_id(0) % V
     e, f = tl.arange(0, E), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = ((n * V + h) * E + e[:, None]) * F + f[None, :]
+    state = tl.zeros([E, COLUMNS], tl.float32)
     if HAS_BEFORE:
         state = tl.load(before + place)
-    else:
-        state = tl.zeros([E, COLUMNS], tl.float32)
     r = tl.arange(0, CHUNK)
     channels = 2 * K * E + V * F
     of_key = h // (V // K)
@@ -215,10 +214,9 @@ def scan_back_kernel(
     n, h = (tl.program_id(0) // V).to(tl.int64), tl.program_id(0) % V
     e, f = tl.arange(0, E), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = ((n * V + h) * E + e[:, None]) * F + f[None, :]
+    grad = tl.zeros([E, COLUMNS], tl.float32)
     if HAS_AFTER:
         grad = tl.load(grad_after + place)
-    else:
-        grad = tl.zeros([E, COLUMNS], tl.float32)
     r = tl.arange(0, CHUNK)
     channels = 2 * K * E + V * F
     of_key = h // (V // K)
@@ -474,7 +472,7 @@ def run_chunks_back(
         COLUMNS=columns,
         HAS_AFTER=grad_after is not None,
         HAS_BEFORE=before is not None,
-        **_plain(4),
+        **_plain(8),
     )
     grad_q, grad_k, grad_w = (torch.empty_like(w) for _ in range(3))
     grad_decays = torch.empty_like(chunked.decays)
@@ -577,5 +575,5 @@ def _scan(
         COLUMNS=columns,
         HAS_BEFORE=before is not None,
         KEEPS=results[2] is not None,
-        **_plain(4),
+        **_plain(8),
     )

@@ -485,7 +485,7 @@ def _convolve(
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_COLUMNS=columns is not None,
-            num_warps=4,
+            num_warps=8,
         )
     return mixed
 
@@ -534,7 +534,7 @@ def _convolve_back(
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_COLUMNS=columns is not None,
-            num_warps=4,
+            num_warps=8,
         )
     return of_total, of_weight.sum(0).to(conv.dtype)
 

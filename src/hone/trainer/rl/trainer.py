@@ -17,7 +17,6 @@ import torch
 
 from hone.config.rl_config import TrainerConfig
 from hone.kernels import numerics
-from hone.kernels.gpu import trains_model
 from hone.kernels.pinned_memory import started_to_host, to_device
 from hone.models.device_memory import total_bytes
 from hone.models.language_model import LanguageModel
@@ -77,9 +76,7 @@ class PolicyTrainer:
         self.seed = seed
         self.device = model.embed.weight.device
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
-        self.shares_prompts = self.device.type == "cpu" or trains_model(
-            model.embed.weight, model.spec.head_dim
-        )
+        self.shares_prompts = self.device.type == "cpu" or model.trains_prefixes
         self.laps = Laps(self.device, is_on=False)
         self.trained: Trained | None = None  # this rank's values of the last step's tokens
         self.loss = make_loss(config.loss)
@@ -124,9 +121,7 @@ class PolicyTrainer:
         Does nothing without GPU kernels, or for a sharded model, whose ranks would all have to take
         part. See `gpu/compiling.py`.
         """
-        if self.optimizer.is_sharded or not trains_model(
-            self.model.embed.weight, self.model.spec.head_dim
-        ):
+        if self.optimizer.is_sharded or not self.model.stays_on_device:
             return
         count = max(
             REHEARSAL_GROUP_SIZE,
