@@ -1,5 +1,7 @@
 """The gated delta rule on a GPU: kernels against plain torch in float32, sampling against training."""
 
+from itertools import chain
+
 import numpy as np
 import pytest
 import torch
@@ -196,12 +198,12 @@ def test_training_on_shared_prompts(model):
     flat = [ids for prompt, own in zip(prompts, completions, strict=True) for ids in (prompt, *own)]
     sizes = [len(prompt) for prompt in prompts], [[len(x) for x in own] for own in completions]
     shared = PackedAttention(sizes[0], "cuda", sizes[1])
-    tokens = torch.tensor(sum(flat, []), device="cuda")
+    tokens = torch.tensor([*chain.from_iterable(flat)], device="cuda")
     parts = model(tokens, shared.token_positions(), shared).split([len(x) for x in flat])
     of_completions = [x for i, x in enumerate(parts) if i % 4]
     whole = [[*p, *c] for p, own in zip(prompts, completions, strict=True) for c in own]
     apart = PackedAttention([len(x) for x in whole], "cuda")
-    tokens = torch.tensor(sum(whole, []), device="cuda")
+    tokens = torch.tensor([*chain.from_iterable(whole)], device="cuda")
     found = model(tokens, apart.token_positions(), apart).split([len(x) for x in whole])
     alone = [x[-len(y) :] for x, y in zip(found, of_completions, strict=True)]
     grads = []
