@@ -45,6 +45,7 @@ SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, head
     "8B": (4096, 12288, 32, 8, 128),
 }
 EXPERTS = "experts"  # a mixture of experts: 64 of 512
+HYBRID = "hybrid"  # as Qwen3.5-4B: the gated delta rule, and attention with a gate
 EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
 
 
@@ -140,6 +141,14 @@ def build_model(name: str) -> Transformer:
         with torch.device("meta"):
             model = Transformer(parse_model_config(config | sizes | heads | experts))
         # No memory for weights: nothing is multiplied
+        return model.bfloat16().to_empty(device="cpu")
+    if name == HYBRID:
+        sizes = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
+        kinds = {"layer_types": ["linear_attention", "full_attention"]}
+        config = {"architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 4096}
+        with torch.device("meta"):
+            model = Transformer(parse_model_config(config | sizes | heads | kinds))
         return model.bfloat16().to_empty(device="cpu")
     width, inner, heads, key_heads, size = SHAPES[name]
     numbers = (

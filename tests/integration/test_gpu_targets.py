@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.targets import CARDS, EXPERT_CARDS, EXPERTS, SHAPES
+from tests.targets import CARDS, EXPERT_CARDS, EXPERTS, HYBRID, SHAPES
 
 CASES = [(card, shape) for card in CARDS for shape in SHAPES]
-CASES += [(card, EXPERTS) for card in EXPERT_CARDS]
+CASES += [(card, kind) for card in EXPERT_CARDS for kind in (EXPERTS, HYBRID)]
 
 
 @pytest.mark.targets

@@ -16,9 +16,11 @@ pytest.importorskip("triton")
 
 from hone.engine.slots import Slots
 from hone.engine.token_sampler import draw_reference, filter_thresholds
-from hone.kernels import norm, numerics
+from hone.kernels import delta_rule, norm, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
+from hone.kernels.delta_rule import DeltaHeads, DeltaState, Segments
+from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference, offset_norm
@@ -953,3 +955,89 @@ def test_gradients_of_captured_passes_add_up():
     layer.weight.grad = None
     graphs.replay_backward(captured)
     assert layer.weight.grad.eq(5.0).all() and layer.bias.grad.eq(18.0).all()
+
+
+def draw_delta_layer(shape, tokens):
+    weights = (
+        torch.randn(shape.channels, 1, shape.conv_width, device=DEVICE) * 0.5,
+        torch.empty(shape.value_heads, device=DEVICE).uniform_(-1, 1.5),
+        torch.randn(shape.value_heads, device=DEVICE),
+        torch.randn(shape.value_size, device=DEVICE),
+    )
+    projected = torch.randn(tokens, sum(shape.projection_rows), device=DEVICE)
+    return projected.requires_grad_(), [x.requires_grad_() for x in weights]
+
+
+@pytest.mark.parametrize("has_before", [False, True])
+def test_delta_rule_with_gradients(has_before):
+    """Sequences shorter than the convolution, of one chunk, and of more; two value heads a key head."""
+    from hone.kernels.gpu import delta_kernels
+
+    shape = DeltaShape(1, 2, 16, 32, 4)
+    lengths = np.array([1, 64, 2, 70])
+    segments = Segments(lengths, torch.device(DEVICE))
+    projected, weights = draw_delta_layer(shape, lengths.sum())
+    before, leaves = None, [projected, *weights]
+    if has_before:
+        columns = torch.randn(4, 3, shape.channels, device=DEVICE)
+        before = DeltaState(columns, torch.randn(4, *shape.matrix_sizes, device=DEVICE))
+        leaves += [x.requires_grad_() for x in before.tensors]
+    heads = DeltaHeads(shape, *weights, 1e-6)
+    found, expected = (
+        (y, *after.tensors)
+        for y, after in (
+            run(projected, heads, segments, before)
+            for run in (delta_kernels.mix_segments, delta_rule.mix_segments_reference)
+        )
+    )
+    for one, two in zip(found, expected, strict=True):
+        close(one, two, 1e-4)
+    factors = [torch.randn_like(x) for x in expected]
+    gradients = (
+        torch.autograd.grad(sum((x * w).sum() for x, w in zip(y, factors, strict=True)), leaves)
+        for y in (found, expected)
+    )
+    for one, two in zip(*gradients, strict=True):
+        assert (one - two).norm() <= 1e-3 * two.norm()
+
+
+def test_decode_step_of_the_delta_rule():
+    """States change in place, but not those of rows that are done or not active."""
+    from hone.kernels.gpu import delta_kernels
+
+    shape = DeltaShape(2, 4, 16, 32, 4)
+    active = torch.tensor([4, 0, 6, 2], device=DEVICE)
+    projected, weights = draw_delta_layer(shape, len(active))
+    state = torch.zeros(7, column.FIELDS, dtype=torch.int64, device=DEVICE)
+    state[6, column.DONE] = column.FULL
+    store = DeltaState(
+        torch.randn(7, 3, shape.channels, device=DEVICE),
+        torch.randn(7, *shape.matrix_sizes, device=DEVICE),
+    )
+    other = DeltaState(*(x.clone() for x in store.tensors))
+    heads = DeltaHeads(shape, *weights, 1e-6)
+    with torch.no_grad():
+        found = delta_kernels.decode_delta(projected, heads, store, active, state)
+        expected = delta_rule.decode_delta_reference(projected, heads, other, active, state)
+    close(found, expected, 1e-4)
+    for one, two in zip(store.tensors, other.tensors, strict=True):
+        close(one, two, 1e-4)
+
+
+@pytest.mark.parametrize("has_delta", [False, True])
+def test_offset_norm_with_gradients(has_delta):
+    x, delta = (torch.randn(7, 48, device=DEVICE, requires_grad=True) for _ in range(2))
+    weight = torch.randn(48, device=DEVICE, requires_grad=True)
+    found = norm._OnGpu.apply(x, delta if has_delta else None, weight, 1e-6, 1.0)
+    total = x + delta if has_delta else x
+    expected = total, norm.offset_norm_reference(total, weight, 1.0, 1e-6)
+    factors = [torch.randn_like(y) for y in expected]
+    leaves = [x, weight, *([delta] if has_delta else [])]
+    gradients = []
+    for one, two in zip(found, expected, strict=True):
+        close(one, two)
+    for result in (found, expected):
+        loss = sum((y * w).sum() for y, w in zip(result, factors, strict=True))
+        gradients.append(torch.autograd.grad(loss, leaves))
+    for one, two in zip(*gradients, strict=True):
+        close(one, two, 1e-4)

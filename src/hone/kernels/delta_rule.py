@@ -30,7 +30,9 @@ from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import put_rows, take_rows
 
-CHUNK = 64  # tokens that are computed at once
+CHUNK = 64  # tokens that are computed at once on a GPU, and on a CPU in long sequences
+SHORT_CHUNK = 16  # on a CPU in sequences of up to SHORT_TOKENS
+SHORT_TOKENS = 512
 NORM_EPS = 1e-6  # of the norms of q and k
 
 
@@ -159,12 +161,13 @@ class Segments:
 
 
 class Chunks:
-    """Chunks of CHUNK tokens, ordered by their number in their sequence.
+    """Chunks of `size` tokens, ordered by their number in their sequence.
 
     The first chunks of all sequences come first, then the second ones; longer sequences come before
     shorter ones.
 
     Attributes:
+        size: tokens of a chunk; the last of a sequence may have fewer.
         cell_T: place of each token among all chunks' tokens.
         running: how many sequences have a first chunk, a second one, and so on.
         order_N: the sequences, longest first.
@@ -172,7 +175,9 @@ class Chunks:
     """
 
     def __init__(self, segments: Segments) -> None:
-        counts = -(-segments.lengths // CHUNK)
+        is_short = segments.lengths.max(initial=0) <= SHORT_TOKENS
+        self.size = SHORT_CHUNK if is_short else CHUNK
+        counts = -(-segments.lengths // self.size)
         order = np.argsort(-counts, kind="stable")
         place = np.argsort(order, kind="stable")
         most = int(counts.max(initial=0))
@@ -181,8 +186,8 @@ class Chunks:
         owner_T = np.repeat(np.arange(segments.count), segments.lengths)
         starts = segments.ends - segments.lengths
         offset_T = np.arange(segments.tokens) - starts[owner_T]
-        chunk_T = first[offset_T // CHUNK] + place[owner_T]
-        cell_T = chunk_T * CHUNK + offset_T % CHUNK
+        chunk_T = first[offset_T // self.size] + place[owner_T]
+        cell_T = chunk_T * self.size + offset_T % self.size
         self.count = int(first[-1])
         tables = (cell_T, order, place)
         self.cell_T, self.order_N, self.place_N = (to_device(x, segments.device) for x in tables)
@@ -295,16 +300,18 @@ def chunked_delta_rule(
     sequence follow each other. q and k are normalized here.
     """
 
+    size = chunks.size
+
     def by_chunk(x: Tensor) -> Tensor:
-        cells = put_rows(x.float(), chunks.cell_T, chunks.count * CHUNK)
-        return cells.unflatten(0, (chunks.count, CHUNK)).transpose(1, 2)  # M x heads x CHUNK x …
+        cells = put_rows(x.float(), chunks.cell_T, chunks.count * size)
+        return cells.unflatten(0, (chunks.count, size)).transpose(1, 2)  # M x heads x size x …
 
     groups = v_TVF.shape[1] // q_TKE.shape[1]
     q, k = (by_chunk(normalize(x)).repeat_interleave(groups, 1) for x in (q_TKE, k_TKE))
     q = q * q.shape[-1] ** -0.5
     v, beta = by_chunk(v_TVF), by_chunk(beta_TV)[..., None]
-    decay = by_chunk(g_TV).cumsum(2)  # M x V x CHUNK, from the start of the chunk
-    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).triu(1)
+    decay = by_chunk(g_TV).cumsum(2)  # M x V x size, from the start of the chunk
+    later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
     between = (decay[..., :, None] - decay[..., None, :]).masked_fill(later, -torch.inf).exp()
     system = (beta * k) @ k.transpose(-1, -2) * between
     kept = decay.exp()[..., None]

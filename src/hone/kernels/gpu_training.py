@@ -33,14 +33,16 @@ def norm_linear(
     a_RD: Tensor | None = None,
     b_OR: Tensor | None = None,
     whole_OD: Tensor | None = None,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, and the projection of the normalized sum, T x O.
 
-    The projection is by weight, or by weight + b a if the low-rank factors a and b are given.
-    `whole`, if given, is weight + b a: the projection is then one matrix product instead of three.
+    `offset` is added to the norm's scale. The projection is by weight, or by weight + b a if the
+    low-rank factors a and b are given. `whole`, if given, is weight + b a: the projection is then
+    one matrix product instead of three.
     """
     total, out = _NormLinear.apply(
-        x_TD, delta_TD, scale_D, eps, weight_OD, bias_O, a_RD, b_OR, whole_OD
+        x_TD, delta_TD, scale_D, (eps, offset), weight_OD, bias_O, a_RD, b_OR, whole_OD
     )  # type: ignore[no-untyped-call]
     return total, out
 
@@ -163,7 +165,7 @@ class _NormLinear(torch.autograd.Function):
         x: Tensor,
         delta: Tensor | None,
         scale: Tensor,
-        eps: float,
+        of_norm: tuple[float, float],
         weight: Tensor,
         bias: Any,
         a: Any,
@@ -172,10 +174,11 @@ class _NormLinear(torch.autograd.Function):
     ) -> Any:
         from hone.kernels.gpu import row_kernels
 
-        total, normed = row_kernels.add_norm(x, delta, scale, eps)
+        eps, offset = of_norm
+        total, normed = row_kernels.add_branch(x, delta, None, 1.0, scale, offset, eps)
         out, h = _LowRankLinear(weight, bias, a, b, whole).forward(normed)
         ctx.save_for_backward(total, scale, weight, bias, a, b, whole, h)
-        ctx.eps = eps
+        ctx.of_norm = of_norm
         ctx.has_delta = delta is not None
         ctx.set_materialize_grads(False)
         return total, out
@@ -192,7 +195,7 @@ class _NormLinear(torch.autograd.Function):
         of_normed, of_h = linear.of_input(grad)
         needs_normed = needs[0] or needs[2] or needs[3]
         normed, out, of_scale = training_kernels.norm_backward(
-            total, scale, of_normed, grad_total, ctx.eps, needs_normed
+            total, scale, of_normed, grad_total, ctx.of_norm[0], needs_normed, ctx.of_norm[1]
         )
         of_weights = linear.of_weights(needs, grad, normed, h, of_h)
         return out, out if ctx.has_delta else None, of_scale, None, *of_weights, None

@@ -8,19 +8,23 @@ from hone.kernels import cpu, gpu
 
 
 def add_norm(
-    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float
+    x_TD: Tensor, delta_TD: Tensor | None, weight_D: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """Return x + delta, the new residual stream, and its RMS norm.
 
-    delta is T x D, or S x T x D, S parts to be summed. If it is None, the sum is x itself.
+    delta is T x D, or S x T x D, S parts to be summed. If it is None, the sum is x itself. `offset`
+    is added to the weight, in float32.
     """
     if gpu.takes(x_TD):
         from hone.kernels.gpu import row_kernels
 
-        return row_kernels.add_norm(x_TD, delta_TD, weight_D, eps)
+        return row_kernels.add_branch(x_TD, delta_TD, None, 1.0, weight_D, offset, eps)
     if gpu.trains(x_TD) and (delta_TD is None or delta_TD.dim() == 2):
-        total, out = _OnGpu.apply(x_TD, delta_TD, weight_D, eps)  # type: ignore[no-untyped-call]
+        total, out = _OnGpu.apply(x_TD, delta_TD, weight_D, eps, offset)  # type: ignore[no-untyped-call]
         return total, out
+    if offset:
+        total = x_TD if delta_TD is None else x_TD + delta_TD
+        return total, offset_norm_reference(total, weight_D, offset, eps)
     if not cpu.takes(x_TD):
         return add_norm_reference(x_TD, delta_TD, weight_D, eps)
     inputs = (x_TD, weight_D) if delta_TD is None else (x_TD, weight_D, delta_TD)
@@ -42,6 +46,14 @@ def add_norm_reference(
 
 def offset_norm(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
     """Return x / rms(x) * (weight + offset) over the last dimension, computed in float32."""
+    if gpu.trains(x):
+        rows = x.reshape(-1, x.shape[-1])
+        normed: Tensor = _OnGpu.apply(rows, None, weight, eps, offset)[1]  # type: ignore[no-untyped-call]
+        return normed.view(x.shape)
+    return offset_norm_reference(x, weight, offset, eps)
+
+
+def offset_norm_reference(x: Tensor, weight: Tensor, offset: float, eps: float) -> Tensor:
     scale = weight.float() + offset
     return F.rms_norm(x.float(), scale.shape, scale, eps).to(x.dtype)
 
@@ -121,12 +133,12 @@ class _AddNorm(torch.autograd.Function):
 
 class _OnGpu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, delta, weight, eps):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, delta, weight, eps, offset):  # type: ignore[no-untyped-def]
         from hone.kernels.gpu import row_kernels
 
-        total, out = row_kernels.add_norm(x, delta, weight, eps)
+        total, out = row_kernels.add_branch(x, delta, None, 1.0, weight, offset, eps)
         ctx.save_for_backward(total, weight)
-        ctx.eps = eps
+        ctx.sizes = eps, offset
         ctx.has_delta = delta is not None
         ctx.set_materialize_grads(False)
         return total, out
@@ -136,10 +148,11 @@ class _OnGpu(torch.autograd.Function):
         from hone.kernels.gpu import training_kernels
 
         total, weight = ctx.saved_tensors
+        eps, offset = ctx.sizes
         if grad is None:
-            return grad_total, grad_total if ctx.has_delta else None, None, None
+            return grad_total, grad_total if ctx.has_delta else None, None, None, None
         grad_total = None if grad_total is None else grad_total.contiguous()
         _, of_x, of_weight = training_kernels.norm_backward(
-            total, weight, grad.contiguous(), grad_total, ctx.eps, False
+            total, weight, grad.contiguous(), grad_total, eps, False, offset
         )
-        return of_x, of_x if ctx.has_delta else None, of_weight, None
+        return of_x, of_x if ctx.has_delta else None, of_weight, None, None

@@ -15,7 +15,7 @@ from hone.kernels.delta_rule import DeltaHeads
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts
 from hone.kernels.linear import linear
-from hone.kernels.norm import add_norm, normalize_projections, offset_norm
+from hone.kernels.norm import add_norm, normalize_projections
 from hone.kernels.swiglu import geglu, swiglu
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.qwen3_moe import Qwen3Moe
@@ -104,27 +104,17 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    """RMS norm whose scale is the stored weight, plus an offset in float32 (1 in Gemma and Qwen3.5)."""
+
+    def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
         self.eps = eps
+        self.offset = offset
 
     def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x + delta, and the normalized sum."""
-        return add_norm(x_TD, delta_TD, self.weight, self.eps)
-
-
-class OffsetNorm(RMSNorm):
-    """RMS norm whose scale is the stored weight plus an offset, in float32 (Gemma)."""
-
-    def __init__(self, size: int, eps: float, offset: float) -> None:
-        super().__init__(size, eps)
-        self.offset = offset
-        nn.init.constant_(self.weight, 1.0 - offset)
-
-    def forward(self, x_TD: Tensor, delta_TD: Tensor | None) -> tuple[Tensor, Tensor]:
-        total = x_TD if delta_TD is None else x_TD + delta_TD
-        return total, offset_norm(total, self.weight, self.offset, self.eps)
+        return add_norm(x_TD, delta_TD, self.weight, self.eps, self.offset)
 
 
 def add_branch(
@@ -142,16 +132,14 @@ def add_branch(
     from hone.kernels.gpu import row_kernels
 
     one = norm_after or norm
-    offset = getattr(one, "offset", 0.0)
+    offset = 0.0 if one is None else one.offset
     eps = 0.0 if one is None else one.eps
     after, before = (None if each is None else each.weight for each in (norm_after, norm))
     return row_kernels.add_branch(x_TD, parts, after, factor, before, offset, eps)
 
 
 def make_norm(size: int, spec: ModelSpec) -> RMSNorm:
-    if spec.block.norm_offset:
-        return OffsetNorm(size, spec.rms_norm_eps, spec.block.norm_offset)
-    return RMSNorm(size, spec.rms_norm_eps)
+    return RMSNorm(size, spec.rms_norm_eps, spec.block.norm_offset)
 
 
 class SelfAttention(nn.Module):

@@ -211,7 +211,8 @@ class GpuOps(Ops):
             return x_TD, few_linear(delta, layer.weight, layer.bias)
         assert not isinstance(delta, Branch)
         if gpu.trains(x_TD) and layer.is_plain:
-            return norm_linear(x_TD, delta, norm.weight, norm.eps, *self._weights(layer))
+            weights = self._weights(layer)
+            return norm_linear(x_TD, delta, norm.weight, norm.eps, *weights, norm.offset)
         return super().norm_linear(norm, layer, x_TD, delta)
 
     def linear_onto(
@@ -280,7 +281,7 @@ def _takes_norm(following: Following, stream_TD: Tensor) -> bool:
     # Ranks shard a norm's weight, and gather it for its own block only.
     is_sharded = hasattr(norm.weight, "to_local")
     is_dense = isinstance(layer, Linear) and not isinstance(layer, ExpertLinear)
-    if not is_dense or layer.delta is not None or is_sharded:
+    if not is_dense or layer.delta is not None or is_sharded or norm.offset:
         return False
     return gpu.is_few(stream_TD, layer.weight)
 

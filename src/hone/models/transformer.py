@@ -11,6 +11,7 @@ Weights are stored fused (`qkv`, `gate_up`); `models/hf.py` maps them to Hugging
 T tokens, D hidden, H query heads, K key/value heads, E head size, F feed-forward, V vocabulary.
 """
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,6 @@ from hone.models.layers import (
     Embedding,
     Experts,
     Linear,
-    RMSNorm,
     make_mixer,
     make_norm,
 )
@@ -45,9 +45,9 @@ class Block(nn.Module):
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.attention_norm = make_norm(spec.hidden_size, spec)
         self.attention = make_mixer(spec, layer)
-        self.mlp_norm = RMSNorm(spec.hidden_size, spec.rms_norm_eps)
+        self.mlp_norm = make_norm(spec.hidden_size, spec)
         self.mlp = FEED_FORWARD[spec.feed_forward](spec)
 
     def forward(
@@ -130,8 +130,17 @@ class GeneralBlock(Block):
         return x_TD, delta
 
 
+class OffsetBlock(Block):
+    """A block with an offset in its norms, and other mixers than plain attention."""
+
+    has_fused_form = False
+
+
 def make_block(spec: ModelSpec, layer: int) -> Block:
-    return (Block if spec.block == BlockOptions() else GeneralBlock)(spec, layer)
+    if spec.block == BlockOptions():
+        return Block(spec, layer)
+    is_offset_only = replace(spec.block, norm_offset=0.0) == BlockOptions()
+    return (OffsetBlock if is_offset_only else GeneralBlock)(spec, layer)
 
 
 # By place of the norms, the HF name of each norm of a block.

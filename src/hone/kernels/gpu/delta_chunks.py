@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels.delta_shape import DeltaShape
+from hone.kernels.gpu import processors
 
 if TYPE_CHECKING:
     from hone.kernels.delta_rule import Segments
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
 CHUNK = tl.constexpr(64)  # tokens
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
 TABLE = tl.constexpr(4)  # columns of the table of chunks
-STATE_COLUMNS = 64  # of a state, by program
+# Columns of a state, by program: the first number that keeps all multiprocessors busy.
+STATE_COLUMNS = (64, 32, 16)
 
 
 @triton.jit
@@ -92,8 +94,9 @@ def prepare_kernel(
     V: tl.constexpr,
     E: tl.constexpr,
     F: tl.constexpr,
+    IS_SOLVED: tl.constexpr,
 ):
-    """Compute gates, T, w and u of one chunk and value head.
+    """Compute gates, T, w and u of one chunk and value head; with IS_SOLVED, w and u alone.
 
     mixed: tokens x (K q heads, K k heads, V v heads); b, a: rows of `row_stride` numbers.
     """
@@ -103,30 +106,37 @@ def prepare_kernel(
     r = tl.arange(0, CHUNK)
     t = first + r
     inside = r < count
-    raw = tl.load(a + t * row_stride + h, inside, other=0.0).to(tl.float32)
-    raw += tl.load(bias + h).to(tl.float32)
-    soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    g = tl.where(inside, -tl.exp(tl.load(decay + h).to(tl.float32)) * soft, 0.0)
-    beta = tl.load(b + t * row_stride + h, inside, other=0.0).to(tl.float32)
-    beta = tl.where(inside, tl.sigmoid(beta), 0.0)
-    total = tl.cumsum(g, 0)
+    head = (i * V + h) * CHUNK + r
+    if IS_SOLVED:
+        total, beta = tl.load(decays + head), tl.load(betas + head)
+    else:
+        raw = tl.load(a + t * row_stride + h, inside, other=0.0).to(tl.float32)
+        raw += tl.load(bias + h).to(tl.float32)
+        soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+        g = tl.where(inside, -tl.exp(tl.load(decay + h).to(tl.float32)) * soft, 0.0)
+        beta = tl.load(b + t * row_stride + h, inside, other=0.0).to(tl.float32)
+        beta = tl.where(inside, tl.sigmoid(beta), 0.0)
+        total = tl.cumsum(g, 0)
+        tl.store(decays + head, total)
+        tl.store(betas + head, beta)
     e, f = tl.arange(0, E), tl.arange(0, F)
     channels = 2 * K * E + V * F
     seen = inside[:, None]
     of_k = mixed + t[:, None] * channels + (K + h // (V // K)) * E + e[None, :]
     k = tl.load(of_k, seen, other=0.0)
     v = tl.load(mixed + t[:, None] * channels + 2 * K * E + h * F + f[None, :], seen, other=0.0)
-    between = _decays(total[:, None], total[None, :], r[:, None] > r[None, :])
-    solved = _invert(beta[:, None] * tl.dot(k, tl.trans(k)) * between)
-    rounded = solved.to(k.dtype)
+    place = inverse + ((i * V + h) * CHUNK + r[:, None]) * CHUNK + r[None, :]
+    if IS_SOLVED:
+        rounded = tl.load(place)
+    else:
+        between = _decays(total[:, None], total[None, :], r[:, None] > r[None, :])
+        rounded = _invert(beta[:, None] * tl.dot(k, tl.trans(k)) * between).to(k.dtype)
+        tl.store(place, rounded)
     factor = beta * tl.exp(total)
     of_w = tl.dot(rounded, (k.to(tl.float32) * factor[:, None]).to(k.dtype))
     of_u = tl.dot(rounded, (v.to(tl.float32) * beta[:, None]).to(k.dtype))
     tl.store(w + (t[:, None] * V + h) * E + e[None, :], of_w.to(k.dtype), seen)
     tl.store(u + (t[:, None] * V + h) * F + f[None, :], of_u.to(k.dtype), seen)
-    tl.store(inverse + ((i * V + h) * CHUNK + r[:, None]) * CHUNK + r[None, :], rounded)
-    tl.store(decays + (i * V + h) * CHUNK + r, total)
-    tl.store(betas + (i * V + h) * CHUNK + r, beta)
 
 
 @triton.jit
@@ -448,9 +458,9 @@ def run_chunks_back(
     """Return the gradients of `run_chunks`. `grad_out` and `grad_after` are contiguous."""
     T, V = len(mixed), shape.value_heads
     sizes = _sizes(shape)
-    columns = min(STATE_COLUMNS, shape.value_size)
+    columns = _state_columns(shape, segments.count)
     chunks, sequences = segments.chunk_table, segments.sequence_table
-    w, u, _ = _prepare(mixed, gates, shape, chunks)
+    w, u, _ = _prepare(mixed, gates, shape, chunks, chunked)
     of_states = (len(chunks), V, shape.key_size, shape.value_size)
     states, values = mixed.new_empty(of_states), torch.empty_like(u)
     tables = (chunks, sequences)
@@ -512,6 +522,14 @@ def run_chunks_back(
     return GateGrads(grad_q, grad_k, grad_v, grad_g, grad_beta, grad_before)
 
 
+def _state_columns(shape: DeltaShape, sequences: int) -> int:
+    """Return how many columns of a state a program goes through the chunks with."""
+    known = [columns for columns in STATE_COLUMNS if columns <= shape.value_size]
+    programs = sequences * shape.value_heads * shape.value_size
+    wanted = 0.9 * processors()
+    return next((columns for columns in known if programs // columns >= wanted), known[-1])
+
+
 def _sizes(shape: DeltaShape) -> dict[str, int]:
     return {
         "K": shape.key_heads,
@@ -527,28 +545,34 @@ def _plain(warps: int) -> dict[str, int]:
 
 
 def _prepare(
-    mixed: Tensor, gates: Gates, shape: DeltaShape, chunks: Tensor
+    mixed: Tensor,
+    gates: Gates,
+    shape: DeltaShape,
+    chunks: Tensor,
+    chunked: Chunked | None = None,
 ) -> tuple[Tensor, Tensor, Chunked]:
+    """Return w, u, and what else was computed, unless it is given."""
     T, V = len(mixed), shape.value_heads
     w = mixed.new_empty(T, V, shape.key_size)
     u = mixed.new_empty(T, V, shape.value_size)
-    inverse = mixed.new_empty(len(chunks), V, CHUNK.value, CHUNK.value)
-    of_gates = (2, len(chunks), V, CHUNK.value)
-    decays, betas = mixed.new_empty(of_gates, dtype=torch.float32).unbind()
+    is_solved = chunked is not None
+    if chunked is None:
+        inverse = mixed.new_empty(len(chunks), V, CHUNK.value, CHUNK.value)
+        of_gates = (2, len(chunks), V, CHUNK.value)
+        chunked = Chunked(inverse, *mixed.new_empty(of_gates, dtype=torch.float32).unbind())
     prepare_kernel[(len(chunks), V)](
         mixed,
         *gates,
         chunks,
         w,
         u,
-        inverse,
-        decays,
-        betas,
+        *chunked,
         gates.a_TV.stride(0),
         **_sizes(shape),
+        IS_SOLVED=is_solved,
         **_plain(4),
     )
-    return w, u, Chunked(inverse, decays, betas)
+    return w, u, chunked
 
 
 def _scan(
@@ -562,7 +586,7 @@ def _scan(
     results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
     """Fill the outputs and the states after sequences, or the states before chunks and v'."""
-    columns = min(STATE_COLUMNS, shape.value_size)
+    columns = _state_columns(shape, len(tables[1]))
     scan_kernel[(len(tables[1]) * shape.value_heads, shape.value_size // columns)](
         mixed,
         w,

@@ -29,6 +29,8 @@ FIELDS, DONE = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.DONE)
 EPS = tl.constexpr(NORM_EPS)
 CHANNELS = 128  # of the convolution, by program
 NORM_ROWS = 16  # by program
+WEIGHT_PROGRAMS = 128  # parts of the convolution's weight gradient
+ROWS = 16  # of a chunk that a program of the convolution computes at once
 
 
 @triton.jit
@@ -58,20 +60,25 @@ def convolve_kernel(
     K,
     C,
     WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     NORMALIZES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
-    """Compute silu(convolution) of one chunk and head; with NORMALIZES norms, the first K heads scaled."""
-    i, h = tl.program_id(0), tl.program_id(1)
+    """Compute silu(convolution) of ROWS tokens of a chunk, one head.
+
+    With NORMALIZES q and k: they are normalized, and the first K heads scaled.
+    """
+    PIECES: tl.constexpr = CHUNK // ROWS
+    i, h = tl.program_id(0) // PIECES, tl.program_id(1)
     first = tl.load(chunks + i * TABLE).to(tl.int64)
     owner = tl.load(chunks + i * TABLE + 2).to(tl.int64)
-    r = tl.arange(0, CHUNK)
+    r = tl.program_id(0) % PIECES * ROWS + tl.arange(0, ROWS)
     inside = r < tl.load(chunks + i * TABLE + 1)
     position = tl.load(chunks + i * TABLE + 3) * CHUNK + r
     t = first + r
     c = offset + h * SIZE + tl.arange(0, SIZE)
-    total = tl.zeros([CHUNK, SIZE], tl.float32)
+    total = tl.zeros([ROWS, SIZE], tl.float32)
     for j in tl.static_range(WIDTH):
         value = _shifted(
             x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS
@@ -100,37 +107,42 @@ def convolve_back_kernel(
     M,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     NORMALIZES: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
-    """Gradient before silu, and a part of the weight's gradient, of one head and every P-th chunk.
+    """Gradient before silu, and a part of the weight's gradient, of one head and every P-th piece.
+
+    A piece is ROWS tokens of one of the M chunks.
 
     grad: tokens x (heads x GROUPS) x SIZE, GROUPS gradients of a head to be summed.
     """
     p, h = tl.program_id(0), tl.program_id(1)
     own = tl.arange(0, SIZE)
     c = offset + h * SIZE + own
-    r = tl.arange(0, CHUNK)
-    row = tl.arange(0, ROWS)
-    of_weight = tl.zeros([ROWS, SIZE], tl.float32)
+    row = tl.arange(0, TAPS)
+    of_weight = tl.zeros([TAPS, SIZE], tl.float32)
     factor = tl.where(h < K, scale, 1.0)
     stride = tl.num_programs(1) * GROUPS * SIZE
-    for i in range(p, M, tl.num_programs(0)):
+    PIECES: tl.constexpr = CHUNK // ROWS
+    for piece in range(p, M * PIECES, tl.num_programs(0)):
+        i = piece // PIECES
+        r = (piece - i * PIECES) * ROWS + tl.arange(0, ROWS)
         first = tl.load(chunks + i * TABLE).to(tl.int64)
         owner = tl.load(chunks + i * TABLE + 2).to(tl.int64)
         inside = r < tl.load(chunks + i * TABLE + 1)
         position = tl.load(chunks + i * TABLE + 3) * CHUNK + r
         t = first + r
         seen = inside[:, None]
-        total = tl.zeros([CHUNK, SIZE], tl.float32)
+        total = tl.zeros([ROWS, SIZE], tl.float32)
         for j in tl.static_range(WIDTH):
             value = _shifted(
                 x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS
             )
             total += value * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)[None, :]
-        change = tl.zeros([CHUNK, SIZE], tl.float32)
+        change = tl.zeros([ROWS, SIZE], tl.float32)
         for g in tl.static_range(GROUPS):
             place = t[:, None] * stride + (h * GROUPS + g) * SIZE + own[None, :]
             change += tl.load(grad + place, seen, other=0.0).to(tl.float32)
@@ -470,7 +482,7 @@ def _convolve(
     mixed = projected.new_empty(len(projected), shape.channels)
     chunks = segments.chunk_table
     for offset, heads, size, is_normalized in _parts(shape):
-        convolve_kernel[(len(chunks), heads)](
+        convolve_kernel[(len(chunks) * (CHUNK.value // ROWS), heads)](
             projected,
             conv,
             columns,
@@ -482,10 +494,11 @@ def _convolve(
             shape.key_heads,
             shape.channels,
             WIDTH=shape.conv_width,
+            ROWS=ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_COLUMNS=columns is not None,
-            num_warps=8,
+            num_warps=4,
         )
     return mixed
 
@@ -504,7 +517,7 @@ def _convolve_back(
     """
     of_total = projected.new_empty(len(projected), shape.channels)
     chunks = segments.chunk_table
-    programs = min(len(chunks), 64)
+    programs = min(len(chunks), WEIGHT_PROGRAMS)
     of_weight = conv.new_empty(programs, *conv.shape, dtype=torch.float32)
     K, groups = shape.key_heads, shape.value_heads // shape.key_heads
     keys = K * shape.key_size
@@ -530,11 +543,12 @@ def _convolve_back(
             len(chunks),
             GROUPS=summed,
             WIDTH=shape.conv_width,
-            ROWS=power_of_2(shape.conv_width),
+            TAPS=power_of_2(shape.conv_width),
+            ROWS=ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_COLUMNS=columns is not None,
-            num_warps=8,
+            num_warps=4,
         )
     return of_total, of_weight.sum(0).to(conv.dtype)
 
@@ -552,7 +566,9 @@ def _newest(x, columns, weight, c, C, WIDTH: tl.constexpr, writes):
         total += before.to(tl.float32) * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)
     for j in tl.static_range(1, WIDTH - 1):  # the oldest is dropped
         moved = tl.load(columns + j * C + c)
+        tl.debug_barrier()  # several threads have the same column: all read before one writes
         tl.store(columns + (j - 1) * C + c, moved, mask=writes)
+    tl.debug_barrier()
     tl.store(columns + (WIDTH - 2) * C + c, value.to(columns.dtype.element_ty), mask=writes)
     return (total * tl.sigmoid(total)).to(value.dtype).to(tl.float32)
 
@@ -586,6 +602,9 @@ def decode_delta_kernel(
     wait(PDL)
     slot = tl.load(active + n)
     goes_on = tl.load(state + slot * FIELDS + DONE) == 0
+    # Asked for first: most of the bytes
+    place = matrices + ((slot * V + h * (V // K)) * E + e[:, None]) * F + f[None, :]
+    matrix = tl.load(place)
     x = projected + n * row_stride
     own = columns + slot * (WIDTH - 1) * C
     q = _newest(x, own, weight, h * E + e, C, WIDTH, goes_on)
@@ -594,8 +613,9 @@ def decode_delta_kernel(
     k = k * tl.rsqrt(tl.sum(k * k) + EPS)
     for g in tl.static_range(V // K):
         head = h * (V // K) + g
-        place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
-        matrix = tl.load(place)
+        if g > 0:
+            place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
+            matrix = tl.load(place)
         v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH, goes_on)
         gate = tl.load(x + C + head * F + f).to(tl.float32)
         b = tl.load(x + C + V * F + head).to(tl.float32)
@@ -636,6 +656,6 @@ def decode_delta(
         E=shape.key_size,
         F=shape.value_size,
         WIDTH=shape.conv_width,
-        **options(8),
+        **options(4),
     )
     return out

@@ -49,6 +49,7 @@ def norm_backward_kernel(
     D,
     HAS_TOTAL: tl.constexpr,
     WITH_NORMED: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Compute the gradient of a norm's input, and this program's part of the scale's gradient.
@@ -57,7 +58,7 @@ def norm_backward_kernel(
     """
     d = tl.arange(0, BLOCK)
     inside = d < D
-    scale = tl.load(weight + d, inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + d, inside, other=0.0).to(tl.float32) + OFFSET
     of_scale = tl.zeros([BLOCK], dtype=tl.float32)
     width = D.to(tl.int64)
     for t in range(tl.program_id(0), T, tl.num_programs(0)):
@@ -85,10 +86,12 @@ def norm_backward(
     grad_total: Tensor | None,
     eps: float,
     with_normed: bool,
+    offset: float = 0.0,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
     """Return the normed rows if requested, and the gradients of `total` (T x D) and of the scale.
 
-    grad_total: the gradient of `total` through its other uses, if any.
+    grad_total: the gradient of `total` through its other uses, if any. `offset` is added to the
+    weight.
     """
     T, D = total.shape
     out = torch.empty_like(total)
@@ -108,6 +111,7 @@ def norm_backward(
         D,
         HAS_TOTAL=grad_total is not None,
         WITH_NORMED=with_normed,
+        OFFSET=offset,
         BLOCK=power_of_2(D),
         num_warps=4,
     )
