@@ -998,7 +998,8 @@ def test_delta_rule_with_gradients(has_before):
         for y in (found, expected)
     )
     for one, two in zip(*gradients, strict=True):
-        assert (one - two).norm() <= 1e-3 * two.norm()
+        # Gradients of decays are small differences of large sums.
+        assert (one - two).norm() <= 1e-3 * two.norm() + 2e-3
 
 
 def test_decode_step_of_the_delta_rule():

@@ -38,9 +38,8 @@ class DeltaShape:
 
     @property
     def has_gpu_sizes(self) -> bool:
-        """Return True if GPU kernels support heads of these sizes."""
-        sizes = (self.key_size, self.value_size)
-        return all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+        """Return True if GPU kernels support heads of these sizes: those of published models."""
+        return self.key_size == self.value_size == 128 and self.conv_width == 4
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a sequence's state in one layer, with columns of `itemsize` bytes."""

@@ -2,8 +2,9 @@
 
     projection ─ convolve: convolution, silu, norms of q and k ─ delta_chunks ─ norm(o) silu(z)
 
-Training and prefill take sequences end to end. A decode step is one kernel: a program per sequence
-and key head computes the convolution's newest output, updates the state in place, and normalizes.
+Training and prefill take sequences end to end. A decode step is two kernels: programs that share a
+sequence's matrices among them compute the convolution's newest output and update the matrices in
+place; then outputs are normalized and the convolution's columns move.
 """
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from hone.kernels import row_state
 from hone.kernels.delta_rule import NORM_EPS, DeltaHeads, DeltaState, Segments
 from hone.kernels.delta_shape import DeltaShape
-from hone.kernels.gpu import options, power_of_2, processors
+from hone.kernels.gpu import options, processors
 from hone.kernels.gpu.delta_chunks import (
     CHUNK,
     TABLE,
@@ -23,14 +24,15 @@ from hone.kernels.gpu.delta_chunks import (
     run_chunks,
     run_chunks_back,
 )
-from hone.kernels.gpu.launching import wait
+from hone.kernels.gpu.launching import wait_beside_next
 
 FIELDS, DONE = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.DONE)
 EPS = tl.constexpr(NORM_EPS)
 CHANNELS = 128  # of the convolution, by program
 NORM_ROWS = 16  # by program
+DECODE_COLUMNS = 32  # of a state, by program of a decode step
 WEIGHT_PROGRAMS = 128  # parts of the convolution's weight gradient
-ROWS = 16  # of a chunk that a program of the convolution computes at once
+ROWS, BACK_ROWS = 16, 8  # of a chunk that a program of the convolution computes at once
 
 
 @triton.jit
@@ -102,12 +104,10 @@ def convolve_back_kernel(
     row_stride,
     offset,
     scale,
-    K,
     C,
     M,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TAPS: tl.constexpr,
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     NORMALIZES: tl.constexpr,
@@ -115,33 +115,40 @@ def convolve_back_kernel(
 ):
     """Gradient before silu, and a part of the weight's gradient, of one head and every P-th piece.
 
-    A piece is ROWS tokens of one of the M chunks.
-
-    grad: tokens x (heads x GROUPS) x SIZE, GROUPS gradients of a head to be summed.
+    A piece is ROWS tokens of one of the M chunks. grad: tokens x (heads x GROUPS) x SIZE, GROUPS
+    gradients of a head to be summed. With NORMALIZES the head was normalized and multiplied by
+    `scale`.
     """
+    tl.static_assert(WIDTH == 4)
+    PIECES: tl.constexpr = CHUNK // ROWS
     p, h = tl.program_id(0), tl.program_id(1)
     own = tl.arange(0, SIZE)
     c = offset + h * SIZE + own
-    row = tl.arange(0, TAPS)
-    of_weight = tl.zeros([TAPS, SIZE], tl.float32)
-    factor = tl.where(h < K, scale, 1.0)
+    taps = weight + c * WIDTH
+    w0 = tl.load(taps + 3).to(tl.float32)[None, :]  # of the token itself
+    w1 = tl.load(taps + 2).to(tl.float32)[None, :]
+    w2 = tl.load(taps + 1).to(tl.float32)[None, :]
+    w3 = tl.load(taps).to(tl.float32)[None, :]
+    # Added up over rows at the end only
+    of_w0 = tl.zeros([ROWS, SIZE], tl.float32)
+    of_w1 = tl.zeros([ROWS, SIZE], tl.float32)
+    of_w2 = tl.zeros([ROWS, SIZE], tl.float32)
+    of_w3 = tl.zeros([ROWS, SIZE], tl.float32)
     stride = tl.num_programs(1) * GROUPS * SIZE
-    PIECES: tl.constexpr = CHUNK // ROWS
     for piece in range(p, M * PIECES, tl.num_programs(0)):
         i = piece // PIECES
         r = (piece - i * PIECES) * ROWS + tl.arange(0, ROWS)
         first = tl.load(chunks + i * TABLE).to(tl.int64)
         owner = tl.load(chunks + i * TABLE + 2).to(tl.int64)
         inside = r < tl.load(chunks + i * TABLE + 1)
-        position = tl.load(chunks + i * TABLE + 3) * CHUNK + r
+        at = tl.load(chunks + i * TABLE + 3) * CHUNK + r
         t = first + r
         seen = inside[:, None]
-        total = tl.zeros([ROWS, SIZE], tl.float32)
-        for j in tl.static_range(WIDTH):
-            value = _shifted(
-                x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS
-            )
-            total += value * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)[None, :]
+        x0 = _shifted(x, columns, t, at, 0, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
+        x1 = _shifted(x, columns, t, at, 1, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
+        x2 = _shifted(x, columns, t, at, 2, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
+        x3 = _shifted(x, columns, t, at, 3, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
+        total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
         change = tl.zeros([ROWS, SIZE], tl.float32)
         for g in tl.static_range(GROUPS):
             place = t[:, None] * stride + (h * GROUPS + g) * SIZE + own[None, :]
@@ -151,19 +158,20 @@ def convolve_back_kernel(
             y = total * gate
             inverse = tl.rsqrt(tl.sum(y * y, 1) + EPS)[:, None]
             along = tl.sum(change * y, 1)[:, None] * inverse * inverse
-            change = factor * inverse * (change - y * along)
+            change = scale * inverse * (change - y * along)
         change = change * gate * (1.0 + total * (1.0 - gate))
         rounded = change.to(grad_total.dtype.element_ty)
         tl.store(grad_total + t[:, None] * C + c[None, :], rounded, seen)
         change = tl.where(seen, change, 0.0)
-        for j in tl.static_range(WIDTH):
-            value = _shifted(
-                x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS
-            )
-            part = tl.sum(value * change, 0)
-            of_weight += tl.where(row[:, None] == WIDTH - 1 - j, part[None, :], 0.0)
-    place = (p * C + c[None, :]) * WIDTH + row[:, None]
-    tl.store(grad_weight + place, of_weight, (row < WIDTH)[:, None])
+        of_w0 += change * x0
+        of_w1 += change * x1
+        of_w2 += change * x2
+        of_w3 += change * x3
+    place = grad_weight + (p * C + c) * WIDTH
+    tl.store(place + 3, tl.sum(of_w0, 0))
+    tl.store(place + 2, tl.sum(of_w1, 0))
+    tl.store(place + 1, tl.sum(of_w2, 0))
+    tl.store(place, tl.sum(of_w3, 0))
 
 
 @triton.jit
@@ -538,13 +546,11 @@ def _convolve_back(
             projected.stride(0),
             offset,
             scale,
-            heads,
             shape.channels,
             len(chunks),
             GROUPS=summed,
             WIDTH=shape.conv_width,
-            TAPS=power_of_2(shape.conv_width),
-            ROWS=ROWS,
+            ROWS=BACK_ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_COLUMNS=columns is not None,
@@ -557,36 +563,74 @@ def _convolve_back(
 
 
 @triton.jit
-def _newest(x, columns, weight, c, C, WIDTH: tl.constexpr, writes):
-    """Return silu(convolution) of the newest token; move the columns by one if `writes`."""
+def _newest(x, columns, weight, c, C, WIDTH: tl.constexpr):
+    """Return silu(convolution) of the newest token."""
     value = tl.load(x + c)
     total = value.to(tl.float32) * tl.load(weight + c * WIDTH + WIDTH - 1).to(tl.float32)
     for j in tl.static_range(1, WIDTH):
         before = tl.load(columns + (WIDTH - 1 - j) * C + c)
         total += before.to(tl.float32) * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)
-    for j in tl.static_range(1, WIDTH - 1):  # the oldest is dropped
-        moved = tl.load(columns + j * C + c)
-        tl.debug_barrier()  # several threads have the same column: all read before one writes
-        tl.store(columns + (j - 1) * C + c, moved, mask=writes)
-    tl.debug_barrier()
-    tl.store(columns + (WIDTH - 2) * C + c, value.to(columns.dtype.element_ty), mask=writes)
     return (total * tl.sigmoid(total)).to(value.dtype).to(tl.float32)
 
 
 @triton.jit
-def decode_delta_kernel(
+def update_states_kernel(
     projected,
     weight,
     decay,
     bias,
-    norm,
     columns,
     matrices,
     active,
     state,
     out,
-    eps,
     scale,
+    row_stride,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    E: tl.constexpr,
+    F: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Update COLUMNS columns of the matrix of sequence active[n] and one value head; compute o there."""
+    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e, f = tl.arange(0, E), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    C: tl.constexpr = 2 * K * E + V * F
+    h = head // (V // K)
+    wait_beside_next(PDL)
+    slot = tl.load(active + n)
+    place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
+    matrix = tl.load(place)  # asked for first: most of the bytes
+    goes_on = tl.load(state + slot * FIELDS + DONE) == 0
+    x = projected + n * row_stride
+    own = columns + slot * (WIDTH - 1) * C
+    q = _newest(x, own, weight, h * E + e, C, WIDTH)
+    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH)
+    v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH)
+    q = q * tl.rsqrt(tl.sum(q * q) + EPS) * scale
+    k = k * tl.rsqrt(tl.sum(k * k) + EPS)
+    b = tl.load(x + C + V * F + head).to(tl.float32)
+    raw = tl.load(x + C + V * F + V + head).to(tl.float32) + tl.load(bias + head).to(tl.float32)
+    soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    matrix *= tl.exp(-tl.exp(tl.load(decay + head).to(tl.float32)) * soft)
+    change = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
+    matrix += k[:, None] * change[None, :]
+    tl.store(place, matrix, mask=goes_on)
+    tl.store(out + (n * V + head) * F + f, tl.sum(matrix * q[:, None], 0))
+
+
+@triton.jit
+def finish_token_kernel(
+    o,
+    projected,
+    norm,
+    columns,
+    active,
+    state,
+    out,
+    eps,
     row_stride,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -595,41 +639,40 @@ def decode_delta_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute one token of sequence active[n], for one key head and the value heads that it serves."""
-    n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    e, f = tl.arange(0, E), tl.arange(0, F)
+    """Compute norm(o) silu(z) of one value head; move the columns of its channels by one token.
+
+    The first value head of a key head also moves those of q and k.
+    """
+    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    f = tl.arange(0, F)
     C: tl.constexpr = 2 * K * E + V * F
-    wait(PDL)
+    scale = tl.load(norm + f).to(tl.float32)
+    wait_beside_next(PDL)
     slot = tl.load(active + n)
     goes_on = tl.load(state + slot * FIELDS + DONE) == 0
-    # Asked for first: most of the bytes
-    place = matrices + ((slot * V + h * (V // K)) * E + e[:, None]) * F + f[None, :]
-    matrix = tl.load(place)
     x = projected + n * row_stride
+    value = tl.load(o + (n * V + head) * F + f)
+    gate = tl.load(x + C + head * F + f).to(tl.float32)
+    y = value * tl.rsqrt(tl.sum(value * value) / F + eps) * scale * gate * tl.sigmoid(gate)
+    tl.store(out + (n * V + head) * F + f, y.to(out.dtype.element_ty))
     own = columns + slot * (WIDTH - 1) * C
-    q = _newest(x, own, weight, h * E + e, C, WIDTH, goes_on)
-    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH, goes_on)
-    q = q * tl.rsqrt(tl.sum(q * q) + EPS) * scale
-    k = k * tl.rsqrt(tl.sum(k * k) + EPS)
-    for g in tl.static_range(V // K):
-        head = h * (V // K) + g
-        if g > 0:
-            place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
-            matrix = tl.load(place)
-        v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH, goes_on)
-        gate = tl.load(x + C + head * F + f).to(tl.float32)
-        b = tl.load(x + C + V * F + head).to(tl.float32)
-        raw = tl.load(x + C + V * F + V + head).to(tl.float32)
-        raw += tl.load(bias + head).to(tl.float32)
-        soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-        matrix *= tl.exp(-tl.exp(tl.load(decay + head).to(tl.float32)) * soft)
-        change = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
-        matrix += k[:, None] * change[None, :]
-        tl.store(place, matrix, mask=goes_on)
-        o = tl.sum(matrix * q[:, None], 0)
-        o *= tl.rsqrt(tl.sum(o * o) / F + eps) * tl.load(norm + f).to(tl.float32)
-        y = o * gate * tl.sigmoid(gate)
-        tl.store(out + (n * V + head) * F + f, y.to(out.dtype.element_ty))
+    _move(x, own, 2 * K * E + head * F + f, C, WIDTH, goes_on)
+    if head % (V // K) == 0:
+        e = head // (V // K) * E + tl.arange(0, E)
+        _move(x, own, e, C, WIDTH, goes_on)
+        _move(x, own, K * E + e, C, WIDTH, goes_on)
+
+
+@triton.jit
+def _move(x, columns, c, C, WIDTH: tl.constexpr, writes):
+    """Drop the oldest column of some channels and append the newest input."""
+    newest = tl.load(x + c).to(columns.dtype.element_ty)
+    for j in tl.static_range(1, WIDTH - 1):
+        moved = tl.load(columns + j * C + c)
+        tl.debug_barrier()  # several threads may have one channel: all read before one writes
+        tl.store(columns + (j - 1) * C + c, moved, mask=writes)
+    tl.debug_barrier()
+    tl.store(columns + (WIDTH - 2) * C + c, newest, mask=writes)
 
 
 def decode_delta(
@@ -637,25 +680,39 @@ def decode_delta(
 ) -> Tensor:
     """Compute one new token of each sequence `active_B`, and update its state in place."""
     shape = heads.shape
-    out = projected_BO.new_empty(len(projected_BO), shape.outputs)
-    decode_delta_kernel[(len(projected_BO), shape.key_heads)](
+    B, V = len(projected_BO), shape.value_heads
+    sizes = {"K": shape.key_heads, "V": V, "E": shape.key_size, "F": shape.value_size}
+    o = projected_BO.new_empty(B, shape.outputs, dtype=torch.float32)
+    out = projected_BO.new_empty(B, shape.outputs)
+    columns = min(DECODE_COLUMNS, shape.value_size)
+    update_states_kernel[(B, V, shape.value_size // columns)](
         projected_BO,
         heads.conv_C1W,
         heads.decay_V,
         heads.bias_V,
-        heads.norm_F,
         *store.tensors,
+        active_B,
+        state,
+        o,
+        shape.key_size**-0.5,
+        projected_BO.stride(0),
+        **sizes,
+        WIDTH=shape.conv_width,
+        COLUMNS=columns,
+        **options(4),
+    )
+    finish_token_kernel[(B, V)](
+        o,
+        projected_BO,
+        heads.norm_F,
+        store.columns_NWC,
         active_B,
         state,
         out,
         heads.eps,
-        shape.key_size**-0.5,
         projected_BO.stride(0),
-        K=shape.key_heads,
-        V=shape.value_heads,
-        E=shape.key_size,
-        F=shape.value_size,
+        **sizes,
         WIDTH=shape.conv_width,
-        **options(4),
+        **options(1),
     )
     return out
