@@ -28,7 +28,7 @@ from hone.kernels import gpu, row_state
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import to_device
-from hone.kernels.row_gather import put_rows, take_rows
+from hone.kernels.row_gather import put_rows, repeat_rows, take_rows
 
 CHUNK = 64  # tokens that are computed at once on a GPU, and on a CPU in long sequences
 SHORT_CHUNK = 16  # on a CPU in sequences of up to SHORT_TOKENS
@@ -93,7 +93,7 @@ class DeltaState:
 
     def select(self, index_M: Tensor) -> "DeltaState":
         """Return the states of sequences `index_M`, which may repeat."""
-        return DeltaState(*(x.index_select(0, index_M) for x in self.tensors))
+        return DeltaState(*(repeat_rows(x, index_M) for x in self.tensors))
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,10 @@
-"""Gather and scatter rows by an index without repeats.
+"""Gather and scatter rows by an index, with gradients that do not depend on timing.
 
-The gradient of either operation is therefore a plain copy of rows, without accumulation.
+Without repeats in the index, the gradient of either operation is a plain copy of rows.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -17,6 +18,14 @@ def put_rows(x: Tensor, index: Tensor, rows: int) -> Tensor:
     """Scatter the rows of x into zeros with `rows` rows, at positions `index` (no duplicates)."""
     out: Tensor = _Put.apply(x, index, rows)  # type: ignore[no-untyped-call]
     return out
+
+
+def repeat_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return x[index] for an index of any shape, which may repeat rows.
+
+    Gradients of rows that are gathered several times are added in a fixed order.
+    """
+    return F.embedding(index, x.flatten(1)).unflatten(-1, x.shape[1:])
 
 
 class _Take(torch.autograd.Function):

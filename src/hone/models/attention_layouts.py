@@ -36,7 +36,7 @@ from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm
 from hone.kernels.norm_rope import norm_rope, rotate
 from hone.kernels.pinned_memory import to_device
-from hone.kernels.row_gather import put_rows, take_rows
+from hone.kernels.row_gather import put_rows, repeat_rows, take_rows
 from hone.models.mixers import Mixer, MixerState
 from hone.models.rope import Rope
 
@@ -252,7 +252,7 @@ class FlatAttention:
             return attention.forward(q_THE, k_TKE, v_TKE, self.tile_plan)[0].flatten(1)
         if takes_flash(q_THE):
             if self.has_prefixes:
-                k_TKE, v_TKE = (_repeat_rows(x, self.seen_S) for x in (k_TKE, v_TKE))
+                k_TKE, v_TKE = (repeat_rows(x, self.seen_S) for x in (k_TKE, v_TKE))
             return flash_varlen(
                 q_THE, k_TKE, v_TKE.contiguous(), *self.sequence_boundaries
             ).flatten(1)
@@ -550,17 +550,12 @@ class _Bucket:
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 
 
-def _repeat_rows(x_TKE: Tensor, index_S: Tensor) -> Tensor:
-    """Return rows x[index], which may repeat; their gradients are added in a fixed order."""
-    return F.embedding(index_S, x_TKE.flatten(1)).unflatten(1, x_TKE.shape[1:])
-
-
 def _gather_rows(x_THE: Tensor, index_BS: Tensor) -> Tensor:
     """Gather rows (T x H x E) by an index (B x S); return (B x H x S x E).
 
     Gradients of rows that are gathered several times are added in a fixed order.
     """
-    return F.embedding(index_BS, x_THE.flatten(1)).unflatten(2, x_THE.shape[1:]).transpose(1, 2)
+    return repeat_rows(x_THE, index_BS).transpose(1, 2)
 
 
 def _by_length(rows: NDArray[np.int64]) -> list[NDArray[np.int64]]:
