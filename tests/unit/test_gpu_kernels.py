@@ -5,6 +5,7 @@
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,7 @@ from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import delta_rule, norm, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
-from hone.kernels.delta_rule import DeltaHeads, DeltaState, Segments
+from hone.kernels.delta_rule import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
 from hone.kernels.flat_attention import Sequences
@@ -968,34 +969,34 @@ def draw_delta_layer(shape, tokens):
     return projected.requires_grad_(), [x.requires_grad_() for x in weights]
 
 
-@pytest.mark.parametrize("has_before", [False, True])
-def test_delta_rule_with_gradients(has_before):
-    """Sequences shorter than the convolution, of one chunk, and of more; two value heads a key head."""
+@pytest.mark.parametrize("kind", ["sequences", "states", "prompts"])
+def test_delta_rule_with_gradients(kind):
+    """Sequences of 1 to 70 tokens, from zeros or states; completions behind prompts, and padding."""
     from hone.kernels.gpu import delta_kernels
 
     shape = DeltaShape(1, 2, 16, 32, 4)
     lengths = np.array([1, 64, 2, 70])
-    segments = Segments(lengths, torch.device(DEVICE))
-    projected, weights = draw_delta_layer(shape, lengths.sum())
+    plan = DeltaPlan.for_lengths(lengths, torch.device(DEVICE))
+    if kind == "prompts":  # prompts at 0 and 80; two and one completions; three tokens of nothing
+        rows = [(0, 2, 0, 0), (2, 66, 0, 2), (68, 1, 0, 2), (71, 40, 0, 0), (111, 26, 71, 40)]
+        plan = DeltaPlan(Sequences(np.array(rows), np.array([0, 3, 5])), torch.device(DEVICE))
+    projected, weights = draw_delta_layer(shape, lengths.sum() + (kind == "prompts"))
     before, leaves = None, [projected, *weights]
-    if has_before:
+    if kind == "states":
         columns = torch.randn(4, 3, shape.channels, device=DEVICE)
         before = DeltaState(columns, torch.randn(4, *shape.matrix_sizes, device=DEVICE))
         leaves += [x.requires_grad_() for x in before.tensors]
     heads = DeltaHeads(shape, *weights, 1e-6)
-    found, expected = (
-        (y, *after.tensors)
-        for y, after in (
-            run(projected, heads, segments, before)
-            for run in (delta_kernels.mix_segments, delta_rule.mix_segments_reference)
-        )
-    )
-    for one, two in zip(found, expected, strict=True):
+    results = []
+    for run in (partial(delta_kernels.run_plan, plan=plan), plan.run_reference):
+        y, *states = run(projected, heads, before=before)
+        results.append([y, *(x for state in states if state is not None for x in state.tensors)])
+    for one, two in zip(*results, strict=True):
         close(one, two, 1e-4)
-    factors = [torch.randn_like(x) for x in expected]
+    factors = [torch.randn_like(x) for x in results[1]]
     gradients = (
         torch.autograd.grad(sum((x * w).sum() for x, w in zip(y, factors, strict=True)), leaves)
-        for y in (found, expected)
+        for y in results
     )
     for one, two in zip(*gradients, strict=True):
         # Gradients of decays are small differences of large sums.

@@ -108,19 +108,24 @@ class DeltaState:
 
 
 class Segments:
-    """Sequences of the given lengths, end to end, with the tables that their computation reads."""
+    """Sequences of the given lengths, end to end, with the tables that their computation reads.
 
-    def __init__(self, lengths: NDArray[np.int64], device: torch.device) -> None:
+    Args:
+        first: place of the first token in the tables that GPU kernels read.
+    """
+
+    def __init__(self, lengths: NDArray[np.int64], device: torch.device, first: int = 0) -> None:
         self.lengths = lengths
         self.device = device
+        self.first = first
         self.count = len(self.lengths)
         self.tokens = int(self.lengths.sum())
         self.ends = np.cumsum(self.lengths)
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """Return the cumulative lengths, N + 1."""
-        return to_device(np.concatenate([[0], self.ends]), self.device)
+        """Return the places where sequences begin, and the end, N + 1."""
+        return to_device(self.first + np.concatenate([[0], self.ends]), self.device)
 
     @cached_property
     def chunk_table(self) -> Tensor:
@@ -129,7 +134,7 @@ class Segments:
         owner_M = np.repeat(np.arange(self.count), counts)
         number_M = np.arange(len(owner_M)) - (np.cumsum(counts) - counts)[owner_M]
         before_M = number_M * CHUNK
-        first_M = (self.ends - self.lengths)[owner_M] + before_M
+        first_M = self.first + (self.ends - self.lengths)[owner_M] + before_M
         tokens_M = np.minimum(CHUNK, self.lengths[owner_M] - before_M)
         table = np.stack([first_M, tokens_M, owner_M, number_M], 1)
         return to_device(table.astype(np.int32), self.device)
@@ -198,18 +203,8 @@ def mix_segments(
 ) -> tuple[Tensor, DeltaState]:
     """Return the outputs of a layer's mixer, T x VF, and the state after each sequence.
 
-    With gradients also for `before`, the state before each sequence; None: zeros.
+    In plain torch, with gradients also for `before`, the state before each sequence; None: zeros.
     """
-    if gpu.has_kernels(projected_TO) and heads.shape.has_gpu_sizes:
-        from hone.kernels.gpu import delta_kernels
-
-        return delta_kernels.mix_segments(projected_TO, heads, segments, before)
-    return mix_segments_reference(projected_TO, heads, segments, before)
-
-
-def mix_segments_reference(
-    projected_TO: Tensor, heads: DeltaHeads, segments: Segments, before: DeltaState | None
-) -> tuple[Tensor, DeltaState]:
     qkv_TC, z_TG, b_TV, a_TV = heads.split_projection(projected_TO)
     if before is None:
         before = DeltaState.zeros(segments.count, heads.shape, projected_TO)
@@ -225,13 +220,20 @@ class DeltaPlan:
     """Order in which sequences are computed: those without a prefix first, then their continuations.
 
     `sequences` may have groups that share a prefix, such as the completions of a prompt.
+
+    Attributes:
+        first: the sequences without a prefix.
+        rest: their continuations; None: there are none.
+        order_T: place of each token on the flat axis, in the order of computation.
+        is_in_order: that order is the flat axis's.
+        parents_N: index in `first` of each sequence of `rest`, never decreasing.
     """
 
     def __init__(self, sequences: Sequences, device: torch.device) -> None:
         rows = sequences.rows[sequences.rows[:, 1] > 0]
         first, rest = rows[rows[:, 3] == 0], rows[rows[:, 3] > 0]
         self.first = Segments(first[:, 1], device)
-        self.rest = Segments(rest[:, 1], device) if len(rest) else None
+        self.rest = Segments(rest[:, 1], device, self.first.tokens) if len(rest) else None
         spans = [
             np.arange(start, start + n)
             for part in (first, rest)
@@ -239,8 +241,21 @@ class DeltaPlan:
         ]
         places = np.concatenate([np.zeros(0, np.int64), *spans])
         self.is_in_order = bool((places == np.arange(len(places))).all())
-        parents = np.searchsorted(first[:, 0], rest[:, 2])
-        self.order_T, self.parents_N = (to_device(x, device) for x in (places, parents))
+        self._parents = np.searchsorted(first[:, 0], rest[:, 2])
+        self.order_T, self.parents_N = (to_device(x, device) for x in (places, self._parents))
+
+    @staticmethod
+    def for_lengths(lengths: NDArray[np.int64], device: torch.device) -> "DeltaPlan":
+        """Return the plan of sequences without prefixes, end to end."""
+        nothing = np.zeros_like(lengths)
+        rows = np.stack([np.cumsum(lengths) - lengths, lengths, nothing, nothing], 1)
+        return DeltaPlan(Sequences(rows, np.arange(len(rows) + 1)), device)
+
+    @cached_property
+    def children_PN(self) -> Tensor:
+        """Return 1 where a sequence of `rest` (N) continues one of `first` (P), else 0, float32."""
+        is_child = np.arange(self.first.count)[:, None] == self._parents
+        return to_device(is_child.astype(np.float32), self.order_T.device)
 
     def run(
         self, projected_TO: Tensor, heads: DeltaHeads, before: DeltaState | None = None
@@ -254,18 +269,23 @@ class DeltaPlan:
             Outputs, zeros for tokens in no sequence; states after sequences without a prefix; states
             after the others, None if there are none.
         """
-        rows = len(projected_TO)
-        is_same = self.is_in_order and len(self.order_T) == rows
-        if not is_same:
-            projected_TO = take_rows(projected_TO, self.order_T)
-        if self.rest is None:
-            out_TG, after = mix_segments(projected_TO, heads, self.first, before)
-            return (out_TG if is_same else put_rows(out_TG, self.order_T, rows)), after, None
-        of_first, of_rest = projected_TO.split([self.first.tokens, self.rest.tokens])
-        out_TG, after = mix_segments(of_first, heads, self.first, before)
-        more_TG, last = mix_segments(of_rest, heads, self.rest, after.select(self.parents_N))
-        out_TG = torch.cat([out_TG, more_TG])
-        return (out_TG if is_same else put_rows(out_TG, self.order_T, rows)), after, last
+        if gpu.has_kernels(projected_TO) and heads.shape.has_gpu_sizes:
+            from hone.kernels.gpu import delta_kernels
+
+            return delta_kernels.run_plan(projected_TO, heads, self, before)
+        return self.run_reference(projected_TO, heads, before)
+
+    def run_reference(
+        self, projected_TO: Tensor, heads: DeltaHeads, before: DeltaState | None
+    ) -> tuple[Tensor, DeltaState, DeltaState | None]:
+        ordered_TO = take_rows(projected_TO, self.order_T)
+        of_rest = ordered_TO[self.first.tokens :]
+        out_TG, after = mix_segments(ordered_TO[: self.first.tokens], heads, self.first, before)
+        last = None
+        if self.rest is not None:
+            more_TG, last = mix_segments(of_rest, heads, self.rest, after.select(self.parents_N))
+            out_TG = torch.cat([out_TG, more_TG])
+        return put_rows(out_TG, self.order_T, len(projected_TO)), after, last
 
 
 def causal_convolution(

@@ -13,7 +13,7 @@ With G the decays added up from the chunk's start, and rows i of a chunk:
 q is scaled. States are float32 and rounded for products only. Shapes as in `delta_rule.py`; M chunks.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,14 +23,19 @@ from torch import Tensor
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.gpu import processors
 
-if TYPE_CHECKING:
-    from hone.kernels.delta_rule import Segments
-
 CHUNK = tl.constexpr(64)  # tokens
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
 TABLE = tl.constexpr(4)  # columns of the table of chunks
 # Columns of a state, by program: the first number that keeps all multiprocessors busy.
 STATE_COLUMNS = (64, 32, 16)
+
+
+@triton.jit
+def source_rows(order, t, inside, HAS_ORDER: tl.constexpr):
+    """Return the rows of tokens t on the flat axis."""
+    if HAS_ORDER:
+        return tl.load(order + t, inside, other=0)
+    return t
 
 
 @triton.jit
@@ -83,6 +88,7 @@ def prepare_kernel(
     a,
     decay,
     bias,
+    order,
     chunks,
     w,
     u,
@@ -95,10 +101,12 @@ def prepare_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
     IS_SOLVED: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
     """Compute gates, T, w and u of one chunk and value head; with IS_SOLVED, w and u alone.
 
-    mixed: tokens x (K q heads, K k heads, V v heads); b, a: rows of `row_stride` numbers.
+    mixed: tokens x (K q heads, K k heads, V v heads); b, a: rows of `row_stride` numbers, token t's
+    is order[t].
     """
     i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(chunks + i * TABLE).to(tl.int64)
@@ -110,11 +118,12 @@ def prepare_kernel(
     if IS_SOLVED:
         total, beta = tl.load(decays + head), tl.load(betas + head)
     else:
-        raw = tl.load(a + t * row_stride + h, inside, other=0.0).to(tl.float32)
+        row = source_rows(order, t, inside, HAS_ORDER)
+        raw = tl.load(a + row * row_stride + h, inside, other=0.0).to(tl.float32)
         raw += tl.load(bias + h).to(tl.float32)
         soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
         g = tl.where(inside, -tl.exp(tl.load(decay + h).to(tl.float32)) * soft, 0.0)
-        beta = tl.load(b + t * row_stride + h, inside, other=0.0).to(tl.float32)
+        beta = tl.load(b + row * row_stride + h, inside, other=0.0).to(tl.float32)
         beta = tl.where(inside, tl.sigmoid(beta), 0.0)
         total = tl.cumsum(g, 0)
         tl.store(decays + head, total)
@@ -395,7 +404,7 @@ def system_back_kernel(
 
 
 class Gates(NamedTuple):
-    """Inputs of the gates: b and a of each token (columns of one matrix), decay and bias of each head."""
+    """Inputs of the gates: columns b and a of the projection, decay and bias of each head."""
 
     b_TV: Tensor
     a_TV: Tensor
@@ -411,61 +420,91 @@ class Chunked(NamedTuple):
     betas: Tensor
 
 
-class GateGrads(NamedTuple):
-    """Gradients of the recurrence's inputs.
+class Level(NamedTuple):
+    """Sequences that are computed together, and the tables that kernels read of them.
 
     Attributes:
-        q: of each value head's q, tokens x V x E; k alike; v, tokens x V x F.
-        g: of the logarithm of the decay, tokens x V, float32; beta alike.
-        before: of the states before the sequences; None if there were none.
+        chunks: int32, M x 4: first token, tokens, sequence, and number in it of each chunk.
+        sequences: int32, N x 2: first chunk and number of chunks of each sequence.
+        order: row on the flat axis of each token; None: the tokens' own places.
     """
+
+    chunks: Tensor
+    sequences: Tensor
+    order: Tensor | None
+
+
+class Tokens(NamedTuple):
+    """Arrays by token of all levels: q, k and v (T x C), w (T x V x E), u and outputs (T x V x F)."""
+
+    mixed: Tensor
+    w: Tensor
+    u: Tensor
+    out: Tensor
+
+
+class TokenGrads(NamedTuple):
+    """Gradients by token: of each value head's q and k (T x V x E), and v; of g and beta, float32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     g: Tensor
     beta: Tensor
-    before: Tensor | None
+
+    @staticmethod
+    def empty(tokens: Tokens) -> "TokenGrads":
+        g, beta = tokens.w.new_empty(2, *tokens.w.shape[:2], dtype=torch.float32).unbind()
+        of_keys = (torch.empty_like(tokens.w) for _ in range(2))
+        return TokenGrads(*of_keys, torch.empty_like(tokens.u), g, beta)
 
 
 def run_chunks(
-    mixed: Tensor, gates: Gates, shape: DeltaShape, segments: "Segments", before: Tensor | None
-) -> tuple[Tensor, Tensor, Chunked]:
-    """Return the outputs (tokens x V x F), the states after, and what the backward pass needs.
+    tokens: Tokens, gates: Gates, shape: DeltaShape, level: Level, before: Tensor | None
+) -> tuple[Tensor, Chunked]:
+    """Fill w, u and the outputs of a level's tokens; return the states after its sequences.
 
     Args:
-        mixed: q, k and v side by side, T x C; q and k are normalized, q is scaled.
         before: states before the sequences, N x V x E x F; None: zeros.
+
+    Returns:
+        States after the sequences, and what the backward pass needs.
     """
-    tables = (segments.chunk_table, segments.sequence_table)
-    w, u, chunked = _prepare(mixed, gates, shape, tables[0])
-    out = mixed.new_empty(len(mixed), shape.value_heads, shape.value_size)
-    after = mixed.new_empty(segments.count, *shape.matrix_sizes, dtype=torch.float32)
-    _scan(mixed, w, u, chunked.decays, shape, tables, before, (out, after, None, None))
-    return out, after, chunked
+    M, N = len(level.chunks), len(level.sequences)
+    new = tokens.mixed.new_empty
+    inverse = new(M, shape.value_heads, CHUNK.value, CHUNK.value)
+    of_gates = new(2, M, shape.value_heads, CHUNK.value, dtype=torch.float32)
+    chunked = Chunked(inverse, *of_gates.unbind())
+    _prepare(tokens, gates, shape, level, chunked, is_solved=False)
+    after = new(N, *shape.matrix_sizes, dtype=torch.float32)
+    _scan(tokens, chunked, shape, level, before, (tokens.out, after, None, None))
+    return after, chunked
 
 
 def run_chunks_back(
-    mixed: Tensor,
+    tokens: Tokens,
     gates: Gates,
     shape: DeltaShape,
-    segments: "Segments",
+    level: Level,
     before: Tensor | None,
     chunked: Chunked,
-    grad_out: Tensor,
     grad_after: Tensor | None,
-) -> GateGrads:
-    """Return the gradients of `run_chunks`. `grad_out` and `grad_after` are contiguous."""
-    T, V = len(mixed), shape.value_heads
+    grads: TokenGrads,
+) -> Tensor | None:
+    """Fill the gradients of a level's tokens; return those of the states before its sequences.
+
+    `tokens.out` has the gradients of the outputs; w and u are computed again.
+    """
+    V = shape.value_heads
     sizes = _sizes(shape)
-    columns = _state_columns(shape, segments.count)
-    chunks, sequences = segments.chunk_table, segments.sequence_table
-    w, u, _ = _prepare(mixed, gates, shape, chunks, chunked)
-    of_states = (len(chunks), V, shape.key_size, shape.value_size)
-    states, values = mixed.new_empty(of_states), torch.empty_like(u)
-    tables = (chunks, sequences)
-    _scan(mixed, w, u, chunked.decays, shape, tables, before, (None, None, states, values))
-    grad_values, grad_states = torch.empty_like(u), torch.empty_like(states)
+    chunks, sequences, _ = level
+    columns = _state_columns(shape, len(sequences))
+    mixed, w, u, grad_out = tokens
+    _prepare(tokens, gates, shape, level, chunked, is_solved=True)
+    states = mixed.new_empty(len(chunks), V, shape.key_size, shape.value_size)
+    values, grad_values, grad_w = torch.empty_like(u), torch.empty_like(u), torch.empty_like(w)
+    _scan(tokens, chunked, shape, level, before, (None, None, states, values))
+    grad_states = torch.empty_like(states)
     grad_before = None if before is None else torch.empty_like(before)
     scan_back_kernel[(len(sequences) * V, shape.value_size // columns)](
         mixed,
@@ -484,7 +523,6 @@ def run_chunks_back(
         HAS_BEFORE=before is not None,
         **_plain(8),
     )
-    grad_q, grad_k, grad_w = (torch.empty_like(w) for _ in range(3))
     grad_decays = torch.empty_like(chunked.decays)
     chunk_back_kernel[(len(chunks), V)](
         mixed,
@@ -495,16 +533,14 @@ def run_chunks_back(
         grad_out,
         grad_values,
         grad_states,
-        grad_q,
-        grad_k,
+        grads.q,
+        grads.k,
         grad_w,
         grad_decays,
         **sizes,
         COLUMNS=min(32, shape.value_size),
         **_plain(8),
     )
-    grad_v = torch.empty_like(u)
-    grad_g, grad_beta = mixed.new_empty(2, T, V, dtype=torch.float32).unbind()
     system_back_kernel[(len(chunks), V)](
         mixed,
         *chunked,
@@ -512,14 +548,11 @@ def run_chunks_back(
         grad_values,
         grad_w,
         grad_decays,
-        grad_k,
-        grad_v,
-        grad_g,
-        grad_beta,
+        *grads[1:],
         **sizes,
         **_plain(8),
     )
-    return GateGrads(grad_q, grad_k, grad_v, grad_g, grad_beta, grad_before)
+    return grad_before
 
 
 def _state_columns(shape: DeltaShape, sequences: int) -> int:
@@ -545,54 +578,47 @@ def _plain(warps: int) -> dict[str, int]:
 
 
 def _prepare(
-    mixed: Tensor,
+    tokens: Tokens,
     gates: Gates,
     shape: DeltaShape,
-    chunks: Tensor,
-    chunked: Chunked | None = None,
-) -> tuple[Tensor, Tensor, Chunked]:
-    """Return w, u, and what else was computed, unless it is given."""
-    T, V = len(mixed), shape.value_heads
-    w = mixed.new_empty(T, V, shape.key_size)
-    u = mixed.new_empty(T, V, shape.value_size)
-    is_solved = chunked is not None
-    if chunked is None:
-        inverse = mixed.new_empty(len(chunks), V, CHUNK.value, CHUNK.value)
-        of_gates = (2, len(chunks), V, CHUNK.value)
-        chunked = Chunked(inverse, *mixed.new_empty(of_gates, dtype=torch.float32).unbind())
-    prepare_kernel[(len(chunks), V)](
-        mixed,
+    level: Level,
+    chunked: Chunked,
+    is_solved: bool,
+) -> None:
+    """Fill w and u, and `chunked` unless it is solved."""
+    prepare_kernel[(len(level.chunks), shape.value_heads)](
+        tokens.mixed,
         *gates,
-        chunks,
-        w,
-        u,
+        level.order,
+        level.chunks,
+        tokens.w,
+        tokens.u,
         *chunked,
         gates.a_TV.stride(0),
         **_sizes(shape),
         IS_SOLVED=is_solved,
+        HAS_ORDER=level.order is not None,
         **_plain(4),
     )
-    return w, u, chunked
 
 
 def _scan(
-    mixed: Tensor,
-    w: Tensor,
-    u: Tensor,
-    decays: Tensor,
+    tokens: Tokens,
+    chunked: Chunked,
     shape: DeltaShape,
-    tables: tuple[Tensor, Tensor],
+    level: Level,
     before: Tensor | None,
     results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
     """Fill the outputs and the states after sequences, or the states before chunks and v'."""
-    columns = _state_columns(shape, len(tables[1]))
-    scan_kernel[(len(tables[1]) * shape.value_heads, shape.value_size // columns)](
-        mixed,
-        w,
-        u,
-        decays,
-        *tables,
+    columns = _state_columns(shape, len(level.sequences))
+    scan_kernel[(len(level.sequences) * shape.value_heads, shape.value_size // columns)](
+        tokens.mixed,
+        tokens.w,
+        tokens.u,
+        chunked.decays,
+        level.chunks,
+        level.sequences,
         before,
         *results,
         **_sizes(shape),

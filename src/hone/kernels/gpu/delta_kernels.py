@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import row_state
-from hone.kernels.delta_rule import NORM_EPS, DeltaHeads, DeltaState, Segments
+from hone.kernels.delta_rule import NORM_EPS, DeltaHeads, DeltaPlan, DeltaState, Segments
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.gpu import options, processors
 from hone.kernels.gpu.delta_chunks import (
@@ -21,14 +21,19 @@ from hone.kernels.gpu.delta_chunks import (
     TABLE,
     Chunked,
     Gates,
+    Level,
+    TokenGrads,
+    Tokens,
     run_chunks,
     run_chunks_back,
+    source_rows,
 )
 from hone.kernels.gpu.launching import wait_beside_next
 
 FIELDS, DONE = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.DONE)
 EPS = tl.constexpr(NORM_EPS)
-CHANNELS = 128  # of the convolution, by program
+CHANNELS = 128  # of the convolution, by program …
+WIDE_BLOCK = 1024  # … and where a program has few tokens
 NORM_ROWS = 16  # by program
 DECODE_COLUMNS = 32  # of a state, by program of a decode step
 WEIGHT_PROGRAMS = 128  # parts of the convolution's weight gradient
@@ -36,13 +41,29 @@ ROWS, BACK_ROWS = 16, 8  # of a chunk that a program of the convolution computes
 
 
 @triton.jit
-def _shifted(x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS: tl.constexpr):
+def _shifted(
+    x,
+    order,
+    columns,
+    t,
+    position,
+    j: tl.constexpr,
+    owner,
+    inside,
+    c,
+    row_stride,
+    C,
+    WIDTH: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
+    HAS_COLUMNS: tl.constexpr,
+):
     """Load the inputs j tokens before tokens t; those before the sequence's start are `columns`."""
     at = position - j
-    own = tl.load(
-        x + (t - j)[:, None] * row_stride + c[None, :], (inside & (at >= 0))[:, None], other=0.0
-    ).to(tl.float32)
-    if HAS:
+    is_own = inside & (at >= 0)
+    row = source_rows(order, t - j, is_own, HAS_ORDER)
+    own = tl.load(x + row[:, None] * row_stride + c[None, :], is_own[:, None], other=0.0)
+    own = own.to(tl.float32)
+    if HAS_COLUMNS:
         row = owner * (WIDTH - 1) + WIDTH - 1 + at
         is_before = (inside & (at < 0))[:, None]
         own += tl.load(columns + row[:, None] * C + c[None, :], is_before, other=0.0).to(tl.float32)
@@ -52,6 +73,7 @@ def _shifted(x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH,
 @triton.jit
 def convolve_kernel(
     x,
+    order,
     weight,
     columns,
     chunks,
@@ -65,6 +87,7 @@ def convolve_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
     """Compute silu(convolution) of ROWS tokens of a chunk, one head.
@@ -83,7 +106,20 @@ def convolve_kernel(
     total = tl.zeros([ROWS, SIZE], tl.float32)
     for j in tl.static_range(WIDTH):
         value = _shifted(
-            x, columns, t, position, j, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS
+            x,
+            order,
+            columns,
+            t,
+            position,
+            j,
+            owner,
+            inside,
+            c,
+            row_stride,
+            C,
+            WIDTH,
+            HAS_ORDER,
+            HAS_COLUMNS,
         )
         total += value * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)[None, :]
     y = total * tl.sigmoid(total)
@@ -95,6 +131,7 @@ def convolve_kernel(
 @triton.jit
 def convolve_back_kernel(
     x,
+    order,
     weight,
     columns,
     chunks,
@@ -111,6 +148,7 @@ def convolve_back_kernel(
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
     """Gradient before silu, and a part of the weight's gradient, of one head and every P-th piece.
@@ -144,10 +182,70 @@ def convolve_back_kernel(
         at = tl.load(chunks + i * TABLE + 3) * CHUNK + r
         t = first + r
         seen = inside[:, None]
-        x0 = _shifted(x, columns, t, at, 0, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
-        x1 = _shifted(x, columns, t, at, 1, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
-        x2 = _shifted(x, columns, t, at, 2, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
-        x3 = _shifted(x, columns, t, at, 3, owner, inside, c, row_stride, C, WIDTH, HAS_COLUMNS)
+        x0 = _shifted(
+            x,
+            order,
+            columns,
+            t,
+            at,
+            0,
+            owner,
+            inside,
+            c,
+            row_stride,
+            C,
+            WIDTH,
+            HAS_ORDER,
+            HAS_COLUMNS,
+        )
+        x1 = _shifted(
+            x,
+            order,
+            columns,
+            t,
+            at,
+            1,
+            owner,
+            inside,
+            c,
+            row_stride,
+            C,
+            WIDTH,
+            HAS_ORDER,
+            HAS_COLUMNS,
+        )
+        x2 = _shifted(
+            x,
+            order,
+            columns,
+            t,
+            at,
+            2,
+            owner,
+            inside,
+            c,
+            row_stride,
+            C,
+            WIDTH,
+            HAS_ORDER,
+            HAS_COLUMNS,
+        )
+        x3 = _shifted(
+            x,
+            order,
+            columns,
+            t,
+            at,
+            3,
+            owner,
+            inside,
+            c,
+            row_stride,
+            C,
+            WIDTH,
+            HAS_ORDER,
+            HAS_COLUMNS,
+        )
         total = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
         change = tl.zeros([ROWS, SIZE], tl.float32)
         for g in tl.static_range(GROUPS):
@@ -177,6 +275,7 @@ def convolve_back_kernel(
 @triton.jit
 def input_grad_kernel(
     grad_total,
+    order,
     weight,
     chunks,
     boundaries,
@@ -186,6 +285,7 @@ def input_grad_kernel(
     C,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
     """Gradient of the convolution's inputs, of one chunk and BLOCK channels."""
@@ -197,7 +297,8 @@ def input_grad_kernel(
     end = tl.load(boundaries + owner + 1)
     r = tl.arange(0, CHUNK)
     t = first + r
-    seen = (r < tl.load(chunks + i * TABLE + 1))[:, None] & real[None, :]
+    inside = r < tl.load(chunks + i * TABLE + 1)
+    seen = inside[:, None] & real[None, :]
     total = tl.zeros([CHUNK, BLOCK], tl.float32)
     for j in tl.static_range(WIDTH):
         value = tl.load(
@@ -209,12 +310,14 @@ def input_grad_kernel(
         row = t - (end - (WIDTH - 1))
         place = (owner * (WIDTH - 1) + row)[:, None] * C + c[None, :]
         total += tl.load(grad_after + place, seen & (row >= 0)[:, None], other=0.0).to(tl.float32)
-    tl.store(grad_x + t[:, None] * row_stride + c[None, :], total.to(grad_x.dtype.element_ty), seen)
+    place = source_rows(order, t, inside, HAS_ORDER)[:, None] * row_stride + c[None, :]
+    tl.store(grad_x + place, total.to(grad_x.dtype.element_ty), seen)
 
 
 @triton.jit
 def columns_kernel(
     x,
+    order,
     columns,
     boundaries,
     after,
@@ -222,6 +325,7 @@ def columns_kernel(
     C,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
     """Copy the last WIDTH - 1 inputs of one sequence, BLOCK channels."""
@@ -230,7 +334,8 @@ def columns_kernel(
     start, end = tl.load(boundaries + n), tl.load(boundaries + n + 1)
     for i in tl.static_range(WIDTH - 1):
         t = end - (WIDTH - 1) + i
-        value = tl.load(x + t * row_stride + c, (c < C) & (t >= start), other=0.0)
+        row = source_rows(order, t, t >= start, HAS_ORDER)
+        value = tl.load(x + row * row_stride + c, (c < C) & (t >= start), other=0.0)
         if HAS_COLUMNS:
             place = (n * (WIDTH - 1) + WIDTH - 1 + t - start) * C + c
             value += tl.load(columns + place, (c < C) & (t < start), other=0.0).to(value.dtype)
@@ -270,24 +375,41 @@ def columns_grad_kernel(
 
 @triton.jit
 def gated_norm_kernel(
-    o, z, weight, out, eps, row_stride, rows, V: tl.constexpr, F: tl.constexpr, ROWS: tl.constexpr
+    o,
+    z,
+    order,
+    weight,
+    out,
+    eps,
+    row_stride,
+    rows,
+    V: tl.constexpr,
+    F: tl.constexpr,
+    ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
-    """Compute norm(o) * weight * silu(z) of ROWS rows, each of a token and value head."""
+    """Compute norm(o) * weight * silu(z) of ROWS rows, each of a token and value head.
+
+    z and the outputs are in the order of the flat axis.
+    """
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     f = tl.arange(0, F)
     seen = (row < rows)[:, None]
     value = tl.load(o + row[:, None] * F + f[None, :], seen, other=0.0).to(tl.float32)
-    place = (row // V)[:, None] * row_stride + (row % V)[:, None] * F + f[None, :]
+    source = source_rows(order, row // V, row < rows, HAS_ORDER)
+    place = source[:, None] * row_stride + (row % V)[:, None] * F + f[None, :]
     gate = tl.load(z + place, seen, other=0.0).to(tl.float32)
     rstd = tl.rsqrt(tl.sum(value * value, 1) / F + eps)[:, None]
     y = value * rstd * tl.load(weight + f).to(tl.float32)[None, :] * gate * tl.sigmoid(gate)
-    tl.store(out + row[:, None] * F + f[None, :], y.to(out.dtype.element_ty), seen)
+    place = (source * V + row % V)[:, None] * F + f[None, :]
+    tl.store(out + place, y.to(out.dtype.element_ty), seen)
 
 
 @triton.jit
 def gated_norm_back_kernel(
     o,
     z,
+    order,
     weight,
     grad,
     grad_o,
@@ -299,7 +421,9 @@ def gated_norm_back_kernel(
     V: tl.constexpr,
     F: tl.constexpr,
     ROWS: tl.constexpr,
+    HAS_ORDER: tl.constexpr,
 ):
+    """Gradients of `gated_norm_kernel`; `grad_weight` has a part from each program."""
     f = tl.arange(0, F)
     scale = tl.load(weight + f).to(tl.float32)[None, :]
     of_weight = tl.zeros([F], tl.float32)
@@ -308,8 +432,10 @@ def gated_norm_back_kernel(
         seen = (row < rows)[:, None]
         own = row[:, None] * F + f[None, :]
         value = tl.load(o + own, seen, other=0.0).to(tl.float32)
-        change = tl.load(grad + own, seen, other=0.0).to(tl.float32)
-        place = (row // V)[:, None] * row_stride + (row % V)[:, None] * F + f[None, :]
+        source = source_rows(order, row // V, row < rows, HAS_ORDER)
+        place = (source * V + row % V)[:, None] * F + f[None, :]
+        change = tl.load(grad + place, seen, other=0.0).to(tl.float32)
+        place = source[:, None] * row_stride + (row % V)[:, None] * F + f[None, :]
         gate = tl.load(z + place, seen, other=0.0).to(tl.float32)
         share = tl.sigmoid(gate)
         rstd = tl.rsqrt(tl.sum(value * value, 1) / F + eps)[:, None]
@@ -325,133 +451,147 @@ def gated_norm_back_kernel(
     tl.store(grad_weight + tl.program_id(0) * F + f, of_weight)
 
 
-def mix_segments(
-    projected_TO: Tensor, heads: DeltaHeads, segments: Segments, before: DeltaState | None
-) -> tuple[Tensor, DeltaState]:
-    """Return the outputs of a layer's mixer, T x VF, and the state after each sequence."""
+def run_plan(
+    projected_TO: Tensor, heads: DeltaHeads, plan: DeltaPlan, before: DeltaState | None
+) -> tuple[Tensor, DeltaState, DeltaState | None]:
+    """Compute a layer's mixer as `DeltaPlan.run` says."""
     weights = (heads.conv_C1W, heads.decay_V, heads.bias_V, heads.norm_F)
     columns, matrices = (None, None) if before is None else before.tensors
-    out, *after = _Mix.apply(  # type: ignore[no-untyped-call]
-        projected_TO, *weights, columns, matrices, heads.shape, heads.eps, segments
+    out, *states = _Mix.apply(  # type: ignore[no-untyped-call]
+        projected_TO, *weights, columns, matrices, heads.shape, heads.eps, plan
     )
-    return out, DeltaState(*after)
+    last = DeltaState(*states[2:]) if plan.rest is not None else None
+    return out, DeltaState(*states[:2]), last
 
 
 class _Mix(torch.autograd.Function):
+    """All sequences of a plan: first those without a prefix, then their continuations.
+
+    Inputs and outputs are on the flat axis; arrays in between are in the plan's order.
+    """
+
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx, projected, conv, decay, bias, norm, columns, matrices, shape, eps, segments
+        ctx, projected, conv, decay, bias, norm, columns, matrices, shape, eps, plan
     ):
-        projected = projected.contiguous()
-        conv = conv.contiguous()
+        projected, conv = projected.contiguous(), conv.contiguous()
         columns = None if columns is None else columns.to(projected.dtype).contiguous()
-        mixed = _convolve(projected, conv, columns, shape, segments)
+        count, V = len(plan.order_T), shape.value_heads
+        tokens = Tokens(
+            projected.new_empty(count, shape.channels),
+            projected.new_empty(count, V, shape.key_size),
+            *(projected.new_empty(count, V, shape.value_size) for _ in range(2)),
+        )
         gates = _gates_of(projected, decay, bias, shape)
-        out, after, chunked = run_chunks(mixed, gates, shape, segments, matrices)
-        y = projected.new_empty(len(projected), shape.outputs)
-        rows = len(projected) * shape.value_heads
-        gated_norm_kernel[(triton.cdiv(rows, NORM_ROWS),)](
-            out,
+        kept, states = [], []
+        for level, segments in _levels(plan):
+            if states:
+                columns, matrices = (x.index_select(0, plan.parents_N) for x in states)
+            _convolve(projected, conv, columns, shape, level, tokens.mixed)
+            after, chunked = run_chunks(tokens, gates, shape, level, matrices)
+            last = _last_columns(projected, columns, shape, level, segments)
+            kept += [columns, matrices, *chunked]
+            states += [last, after]
+        order = _order_of(plan)
+        has_others = count < len(projected)
+        y = (projected.new_zeros if has_others else projected.new_empty)(
+            len(projected), shape.outputs
+        )
+        gated_norm_kernel[(triton.cdiv(count * V, NORM_ROWS),)](
+            tokens.out,
             projected[:, shape.channels :],
+            order,
             norm,
             y,
             eps,
             projected.stride(0),
-            rows,
-            V=shape.value_heads,
+            count * V,
+            V=V,
             F=shape.value_size,
             ROWS=NORM_ROWS,
+            HAS_ORDER=order is not None,
             num_warps=4,
         )
-        last = projected.new_empty(segments.count, shape.conv_width - 1, shape.channels)
-        columns_kernel[(segments.count, triton.cdiv(shape.channels, 1024))](
-            projected,
-            columns,
-            segments.boundaries,
-            last,
-            projected.stride(0),
-            shape.channels,
-            WIDTH=shape.conv_width,
-            BLOCK=1024,
-            HAS_COLUMNS=columns is not None,
-            num_warps=4,
-        )
-        ctx.save_for_backward(
-            projected, conv, decay, bias, norm, columns, matrices, mixed, out, *chunked
-        )
-        ctx.sizes = (shape, eps, segments)
+        ctx.save_for_backward(projected, conv, decay, bias, norm, tokens.mixed, tokens.out, *kept)
+        ctx.sizes = (shape, eps, plan)
         ctx.set_materialize_grads(False)
-        return y, last, after
+        return y, *states
 
     @staticmethod
-    def backward(ctx, grad, grad_columns, grad_matrices):  # type: ignore[no-untyped-def]
-        projected, conv, decay, bias, norm, columns, matrices, mixed, out, *kept = ctx.saved_tensors
-        shape, eps, segments = ctx.sizes
+    def backward(ctx, grad, *of_states):  # type: ignore[no-untyped-def]
+        projected, conv, decay, bias, norm, mixed, out, *kept = ctx.saved_tensors
+        shape, eps, plan = ctx.sizes
+        count, V = len(plan.order_T), shape.value_heads
         if grad is None:
             grad = projected.new_zeros(len(projected), shape.outputs)
-        grad_projected = torch.empty_like(projected)
+        has_others = count < len(projected)
+        grad_projected = (torch.zeros_like if has_others else torch.empty_like)(projected)
         programs = 4 * processors()
-        grad_out = torch.empty_like(out)
         of_norm = norm.new_empty(programs, shape.value_size, dtype=torch.float32)
         z, grad_z = (x[:, shape.channels :] for x in (projected, grad_projected))
+        order = _order_of(plan)
+        w = projected.new_empty(count, V, shape.key_size)
+        tokens = Tokens(mixed, w, torch.empty_like(out), torch.empty_like(out))
         gated_norm_back_kernel[(programs,)](
             out,
             z,
+            order,
             norm,
             grad.contiguous(),
-            grad_out,
+            tokens.out,  # its gradient from here on
             grad_z,
             of_norm,
             eps,
             projected.stride(0),
-            len(projected) * shape.value_heads,
-            V=shape.value_heads,
+            count * V,
+            V=V,
             F=shape.value_size,
             ROWS=NORM_ROWS,
+            HAS_ORDER=order is not None,
             num_warps=4,
         )
         gates = _gates_of(projected, decay, bias, shape)
-        grad_matrices = None if grad_matrices is None else grad_matrices.contiguous()
-        found = run_chunks_back(
-            mixed, gates, shape, segments, matrices, Chunked(*kept), grad_out, grad_matrices
-        )
-        of_decay, of_bias = _gates_back(gates, found.g, found.beta, grad_projected, shape)
-        del grad_out, mixed
-        of_total, of_conv = _convolve_back(
-            projected, conv, columns, shape, segments, (found.q, found.k, found.v)
-        )
-        grad_columns = None if grad_columns is None else grad_columns.contiguous()
-        input_grad_kernel[(len(segments.chunk_table), triton.cdiv(shape.channels, CHANNELS))](
-            of_total,
-            conv,
-            segments.chunk_table,
-            segments.boundaries,
-            grad_columns,
-            grad_projected,
-            projected.stride(0),
-            shape.channels,
-            WIDTH=shape.conv_width,
-            BLOCK=CHANNELS,
-            HAS_AFTER=grad_columns is not None,
-            num_warps=4,
-        )
-        of_columns = None
-        if columns is not None:
-            of_columns = torch.empty_like(columns)
-            columns_grad_kernel[(segments.count, triton.cdiv(shape.channels, 1024))](
-                of_total,
-                conv,
-                segments.boundaries,
-                grad_columns,
-                of_columns,
-                shape.channels,
-                WIDTH=shape.conv_width,
-                BLOCK=1024,
-                HAS_AFTER=grad_columns is not None,
-                num_warps=4,
+        grads = TokenGrads.empty(tokens)
+        of_total = torch.empty_like(mixed)
+        of_conv = torch.zeros_like(conv, dtype=torch.float32)
+        of_columns = of_matrices = None
+        levels = _levels(plan)
+        for i, (level, segments) in reversed([*enumerate(levels)]):
+            columns, matrices, *chunked = kept[5 * i : 5 * i + 5]
+            after_columns, after_matrices = of_states[2 * i : 2 * i + 2]
+            if i + 1 < len(levels):  # from the sequences that continue these
+                after_columns = _add_grads(plan, after_columns, of_columns)
+                after_matrices = _add_grads(plan, after_matrices, of_matrices)
+            after_columns, after_matrices = (
+                None if x is None else x.contiguous() for x in (after_columns, after_matrices)
             )
-        of_weights = (of_conv, of_decay, of_bias, of_norm.sum(0).to(norm.dtype))
-        return grad_projected, *of_weights, of_columns, found.before, None, None, None
+            of_matrices = run_chunks_back(
+                tokens, gates, shape, level, matrices, Chunked(*chunked), after_matrices, grads
+            )
+            of_conv += _convolve_back(projected, conv, columns, shape, level, grads, of_total)
+            of_columns = _inputs_back(
+                of_total, conv, columns, shape, level, segments, after_columns, grad_projected
+            )
+        of_gates = _gates_back(gates, grads, order, grad_projected, shape)
+        of_weights = (of_conv.to(conv.dtype), *of_gates, of_norm.sum(0).to(norm.dtype))
+        return grad_projected, *of_weights, of_columns, of_matrices, None, None, None
+
+
+def _order_of(plan: DeltaPlan) -> Tensor | None:
+    return None if plan.is_in_order else plan.order_T
+
+
+def _levels(plan: DeltaPlan) -> list[tuple[Level, Segments]]:
+    """Return the sequences without a prefix, then the others, with their tables."""
+    order = _order_of(plan)
+    every = [plan.first] if plan.rest is None else [plan.first, plan.rest]
+    return [(Level(one.chunk_table, one.sequence_table, order), one) for one in every]
+
+
+def _add_grads(plan: DeltaPlan, own: Tensor | None, of_children: Tensor) -> Tensor:
+    """Return the gradient of states that several sequences begin with, added in a fixed order."""
+    total = (plan.children_PN @ of_children.flatten(1).float()).unflatten(1, of_children.shape[1:])
+    return (total if own is None else total + own).to(of_children.dtype)
 
 
 def _gates_of(projected: Tensor, decay: Tensor, bias: Tensor, shape: DeltaShape) -> Gates:
@@ -460,41 +600,49 @@ def _gates_of(projected: Tensor, decay: Tensor, bias: Tensor, shape: DeltaShape)
 
 
 def _gates_back(
-    gates: Gates, grad_g: Tensor, grad_beta: Tensor, grad_projected: Tensor, shape: DeltaShape
+    gates: Gates,
+    grads: TokenGrads,
+    order: Tensor | None,
+    grad_projected: Tensor,
+    shape: DeltaShape,
 ) -> tuple[Tensor, Tensor]:
     """Write the gradients of b and a; return those of the heads' decays and biases."""
-    *_, of_b, of_a = grad_projected.split(shape.projection_rows, 1)
-    beta = gates.b_TV.float().sigmoid()
-    of_b.copy_(grad_beta * beta * (1 - beta))
-    raw = gates.a_TV.float() + gates.bias_V.float()
-    of_rate = grad_g * -gates.decay_V.float().exp()
+    b, a = (x if order is None else x.index_select(0, order) for x in gates[:2])
+    beta = b.float().sigmoid()
+    raw = a.float() + gates.bias_V.float()
+    of_rate = grads.g * -gates.decay_V.float().exp()
     grad_raw = of_rate * raw.sigmoid()
-    of_a.copy_(grad_raw)
+    grad_b = grads.beta * beta * (1 - beta)
+    *_, of_b, of_a = grad_projected.split(shape.projection_rows, 1)
+    for target, found in ((of_b, grad_b), (of_a, grad_raw)):
+        if order is None:
+            target.copy_(found)
+        else:
+            target.index_copy_(0, order, found.to(target.dtype))
     of_decay = (of_rate * torch.nn.functional.softplus(raw)).sum(0)
     return of_decay.to(gates.decay_V.dtype), grad_raw.sum(0).to(gates.bias_V.dtype)
 
 
-def _parts(shape: DeltaShape) -> list[tuple[int, int, int, bool]]:
-    """Return offset, heads and size of the heads of q and k, then of v, and if they are normalized."""
+def _convolve(
+    projected: Tensor,
+    conv: Tensor,
+    columns: Tensor | None,
+    shape: DeltaShape,
+    level: Level,
+    mixed: Tensor,
+) -> None:
+    """Fill q, k and v of a level's tokens, T x C; q and k are normalized, q is scaled."""
     of_keys = 2 * shape.key_heads
-    return [
+    for offset, heads, size, is_normalized in (
         (0, of_keys, shape.key_size, True),
         (of_keys * shape.key_size, shape.value_heads, shape.value_size, False),
-    ]
-
-
-def _convolve(
-    projected: Tensor, conv: Tensor, columns: Tensor | None, shape: DeltaShape, segments: Segments
-) -> Tensor:
-    """Return q, k and v of all tokens, T x C; q and k are normalized, q is scaled."""
-    mixed = projected.new_empty(len(projected), shape.channels)
-    chunks = segments.chunk_table
-    for offset, heads, size, is_normalized in _parts(shape):
-        convolve_kernel[(len(chunks) * (CHUNK.value // ROWS), heads)](
+    ):
+        convolve_kernel[(len(level.chunks) * (CHUNK.value // ROWS), heads)](
             projected,
+            level.order,
             conv,
             columns,
-            chunks,
+            level.chunks,
             mixed,
             projected.stride(0),
             offset,
@@ -505,10 +653,36 @@ def _convolve(
             ROWS=ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
+            HAS_ORDER=level.order is not None,
             HAS_COLUMNS=columns is not None,
             num_warps=4,
         )
-    return mixed
+
+
+def _last_columns(
+    projected: Tensor,
+    columns: Tensor | None,
+    shape: DeltaShape,
+    level: Level,
+    segments: Segments,
+) -> Tensor:
+    """Return the last inputs of the convolution of each sequence."""
+    last = projected.new_empty(segments.count, shape.conv_width - 1, shape.channels)
+    columns_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_BLOCK))](
+        projected,
+        level.order,
+        columns,
+        segments.boundaries,
+        last,
+        projected.stride(0),
+        shape.channels,
+        WIDTH=shape.conv_width,
+        BLOCK=WIDE_BLOCK,
+        HAS_ORDER=level.order is not None,
+        HAS_COLUMNS=columns is not None,
+        num_warps=4,
+    )
+    return last
 
 
 def _convolve_back(
@@ -516,30 +690,27 @@ def _convolve_back(
     conv: Tensor,
     columns: Tensor | None,
     shape: DeltaShape,
-    segments: Segments,
-    grads: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the sums before silu, T x C, and of the weight.
-
-    `grads`: of q, k and v, by value head.
-    """
-    of_total = projected.new_empty(len(projected), shape.channels)
-    chunks = segments.chunk_table
-    programs = min(len(chunks), WEIGHT_PROGRAMS)
+    level: Level,
+    grads: TokenGrads,
+    of_total: Tensor,
+) -> Tensor:
+    """Fill the gradients of the sums before silu, T x C; return that of the weight, float32."""
+    programs = min(len(level.chunks) * (CHUNK.value // BACK_ROWS), WEIGHT_PROGRAMS)
     of_weight = conv.new_empty(programs, *conv.shape, dtype=torch.float32)
     K, groups = shape.key_heads, shape.value_heads // shape.key_heads
     keys = K * shape.key_size
     parts = (
-        (grads[0], 0, K, shape.key_size, groups, True, shape.key_size**-0.5),
-        (grads[1], keys, K, shape.key_size, groups, True, 1.0),
-        (grads[2], 2 * keys, shape.value_heads, shape.value_size, 1, False, 1.0),
+        (grads.q, 0, K, shape.key_size, groups, True, shape.key_size**-0.5),
+        (grads.k, keys, K, shape.key_size, groups, True, 1.0),
+        (grads.v, 2 * keys, shape.value_heads, shape.value_size, 1, False, 1.0),
     )
     for grad, offset, heads, size, summed, is_normalized, scale in parts:
         convolve_back_kernel[(programs, heads)](
             projected,
+            level.order,
             conv,
             columns,
-            chunks,
+            level.chunks,
             grad,
             of_total,
             of_weight,
@@ -547,16 +718,61 @@ def _convolve_back(
             offset,
             scale,
             shape.channels,
-            len(chunks),
+            len(level.chunks),
             GROUPS=summed,
             WIDTH=shape.conv_width,
             ROWS=BACK_ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
+            HAS_ORDER=level.order is not None,
             HAS_COLUMNS=columns is not None,
             num_warps=4,
         )
-    return of_total, of_weight.sum(0).to(conv.dtype)
+    return of_weight.sum(0)
+
+
+def _inputs_back(
+    of_total: Tensor,
+    conv: Tensor,
+    columns: Tensor | None,
+    shape: DeltaShape,
+    level: Level,
+    segments: Segments,
+    grad_after: Tensor | None,
+    grad_projected: Tensor,
+) -> Tensor | None:
+    """Write the gradient of the convolution's inputs; return that of the columns before sequences."""
+    sizes = {"WIDTH": shape.conv_width, "HAS_AFTER": grad_after is not None}
+    input_grad_kernel[(len(level.chunks), triton.cdiv(shape.channels, CHANNELS))](
+        of_total,
+        level.order,
+        conv,
+        level.chunks,
+        segments.boundaries,
+        grad_after,
+        grad_projected,
+        grad_projected.stride(0),
+        shape.channels,
+        BLOCK=CHANNELS,
+        HAS_ORDER=level.order is not None,
+        **sizes,
+        num_warps=4,
+    )
+    if columns is None:
+        return None
+    of_columns = torch.empty_like(columns)
+    columns_grad_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_BLOCK))](
+        of_total,
+        conv,
+        segments.boundaries,
+        grad_after,
+        of_columns,
+        shape.channels,
+        BLOCK=WIDE_BLOCK,
+        **sizes,
+        num_warps=4,
+    )
+    return of_columns
 
 
 # ------------------------------------------------------------------------------------------------- a decode step
