@@ -10,7 +10,7 @@ from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
 from hone.kernels import delta_rule, row_state
-from hone.kernels.delta_rule import DeltaHeads, DeltaPlan, DeltaState
+from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_shape import DeltaShape
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
@@ -83,10 +83,10 @@ def test_sequences_with_gradients(shape, has_before):
     inputs = [projected, *weights, *before]
     wide = to_wide(inputs)
     results = []
-    for found, run in ((inputs, plan.run), (wide, plan.run_reference)):
+    for found, run in ((inputs, delta_rule.run_plan), (wide, delta_rule.run_plan_reference)):
         heads = DeltaHeads(shape, *found[1:5], 1e-6)
         state = None if found[5] is None else DeltaState(*found[5:])
-        y, after, _ = run(found[0], heads, state)
+        y, after, _ = run(found[0], heads, plan, state)
         results.append((y, *after.tensors))
     for one, two in zip(*results, strict=True):
         assert relative_error(one, two) < 0.02

@@ -5,7 +5,6 @@
 
 import itertools
 import math
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,7 +19,7 @@ from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import delta_rule, norm, numerics
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
-from hone.kernels.delta_rule import DeltaHeads, DeltaPlan, DeltaState
+from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
 from hone.kernels.flat_attention import Sequences
@@ -988,8 +987,8 @@ def test_delta_rule_with_gradients(kind):
         leaves += [x.requires_grad_() for x in before.tensors]
     heads = DeltaHeads(shape, *weights, 1e-6)
     results = []
-    for run in (partial(delta_kernels.run_plan, plan=plan), plan.run_reference):
-        y, *states = run(projected, heads, before=before)
+    for run in (delta_kernels.run_plan, delta_rule.run_plan_reference):
+        y, *states = run(projected, heads, plan, before)
         results.append([y, *(x for state in states if state is not None for x in state.tensors)])
     for one, two in zip(*results, strict=True):
         close(one, two, 1e-4)

@@ -24,7 +24,8 @@ from hone.kernels.decode import (
     read_pages,
     takes_pages,
 )
-from hone.kernels.delta_rule import DeltaHeads, decode_delta
+from hone.kernels.delta_plan import DeltaHeads
+from hone.kernels.delta_rule import decode_delta
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import Heads

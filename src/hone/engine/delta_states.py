@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
-from hone.kernels.delta_rule import DeltaHeads, DeltaPlan, DeltaState
+from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
+from hone.kernels.delta_rule import run_plan
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import to_device
 from hone.models.spec import ModelSpec
@@ -171,7 +172,7 @@ class PrefillDelta:
         """Return the outputs of the chunks' tokens, and keep the states after them."""
         store = self.states.layers[layer]
         before = self._states_before(store) if self.continues else None
-        out_TG, first, rest = self.plan.run(projected_TO, heads, before)
+        out_TG, first, rest = run_plan(projected_TO, heads, self.plan, before)
         index, slots = self.whole
         for kept, found in zip(store.tensors, first.tensors, strict=True):
             kept.index_copy_(0, slots, found.index_select(0, index).to(kept.dtype))

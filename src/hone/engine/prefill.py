@@ -25,7 +25,7 @@ from hone.engine.delta_states import DeltaChunk, PrefillDelta
 from hone.engine.mixer_states import PrefillMixing
 from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
-from hone.kernels.delta_rule import DeltaHeads
+from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.pinned_memory import to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import (

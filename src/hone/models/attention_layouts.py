@@ -30,7 +30,8 @@ from torch import Tensor
 
 from hone.kernels import gpu, numerics
 from hone.kernels.attention_form import AttentionForm
-from hone.kernels.delta_rule import DeltaHeads, DeltaPlan
+from hone.kernels.delta_plan import DeltaHeads, DeltaPlan
+from hone.kernels.delta_rule import run_plan
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm
@@ -354,7 +355,7 @@ class PackedAttention(FlatAttention):
 
     def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
         """Return the outputs of the gated delta rule; a completion starts from its prompt's state."""
-        return self.delta_plan.run(projected_TO, heads)[0]
+        return run_plan(projected_TO, heads, self.delta_plan)[0]
 
     @cached_property
     def delta_plan(self) -> DeltaPlan:

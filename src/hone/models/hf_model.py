@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hone.kernels import gpu
-from hone.kernels.delta_rule import DeltaHeads
+from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.norm import offset_norm
 from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
 from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hone.kernels import gpu
-from hone.kernels.delta_rule import DeltaHeads
+from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.expert_products import decode_experts, multiply_experts
 from hone.kernels.linear import linear

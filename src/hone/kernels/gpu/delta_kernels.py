@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import row_state
-from hone.kernels.delta_rule import NORM_EPS, DeltaHeads, DeltaPlan, DeltaState, Segments
+from hone.kernels.delta_plan import NORM_EPS, DeltaHeads, DeltaPlan, DeltaState, Segments
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.gpu import options, processors
 from hone.kernels.gpu.delta_chunks import (
@@ -454,7 +454,7 @@ def gated_norm_back_kernel(
 def run_plan(
     projected_TO: Tensor, heads: DeltaHeads, plan: DeltaPlan, before: DeltaState | None
 ) -> tuple[Tensor, DeltaState, DeltaState | None]:
-    """Compute a layer's mixer as `DeltaPlan.run` says."""
+    """Compute a layer's mixer as `delta_rule.run_plan` says."""
     weights = (heads.conv_C1W, heads.decay_V, heads.bias_V, heads.norm_F)
     columns, matrices = (None, None) if before is None else before.tensors
     out, *states = _Mix.apply(  # type: ignore[no-untyped-call]
