@@ -28,6 +28,7 @@ BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
 TABLE = tl.constexpr(4)  # columns of the table of chunks
 # Columns of a state, by program: the first number that keeps all multiprocessors busy.
 STATE_COLUMNS = (64, 32, 16)
+SCAN_SHARE, BACK_SHARE = 1.5, 0.9  # programs for each multiprocessor: that many keep it busy
 
 
 @triton.jit
@@ -498,7 +499,7 @@ def run_chunks_back(
     V = shape.value_heads
     sizes = _sizes(shape)
     chunks, sequences, _ = level
-    columns = _state_columns(shape, len(sequences))
+    columns = _state_columns(shape, len(sequences), BACK_SHARE)
     mixed, w, u, grad_out = tokens
     _prepare(tokens, gates, shape, level, chunked, is_solved=True)
     states = mixed.new_empty(len(chunks), V, shape.key_size, shape.value_size)
@@ -538,7 +539,7 @@ def run_chunks_back(
         grad_w,
         grad_decays,
         **sizes,
-        COLUMNS=min(32, shape.value_size),
+        COLUMNS=min(64, shape.value_size),
         **_plain(8),
     )
     system_back_kernel[(len(chunks), V)](
@@ -550,16 +551,19 @@ def run_chunks_back(
         grad_decays,
         *grads[1:],
         **sizes,
-        **_plain(8),
+        **_plain(4),
     )
     return grad_before
 
 
-def _state_columns(shape: DeltaShape, sequences: int) -> int:
-    """Return how many columns of a state a program goes through the chunks with."""
+def _state_columns(shape: DeltaShape, sequences: int, share: float) -> int:
+    """Return how many columns of a state a program goes through the chunks with.
+
+    `share`: programs wanted, as a multiple of the multiprocessors.
+    """
     known = [columns for columns in STATE_COLUMNS if columns <= shape.value_size]
     programs = sequences * shape.value_heads * shape.value_size
-    wanted = 0.9 * processors()
+    wanted = share * processors()
     return next((columns for columns in known if programs // columns >= wanted), known[-1])
 
 
@@ -573,7 +577,10 @@ def _sizes(shape: DeltaShape) -> dict[str, int]:
 
 
 def _plain(warps: int) -> dict[str, int]:
-    """Return launch options of kernels that wait for the previous one to end."""
+    """Return launch options of kernels that wait for the previous one to end.
+
+    With one stage, Triton 3.6 makes a wrong kernel of `scan_back_kernel` for some tiles.
+    """
     return {"num_warps": warps, "num_stages": 2}
 
 
@@ -598,7 +605,7 @@ def _prepare(
         **_sizes(shape),
         IS_SOLVED=is_solved,
         HAS_ORDER=level.order is not None,
-        **_plain(4),
+        **_plain(8 if is_solved else 4),
     )
 
 
@@ -611,7 +618,7 @@ def _scan(
     results: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None],
 ) -> None:
     """Fill the outputs and the states after sequences, or the states before chunks and v'."""
-    columns = _state_columns(shape, len(level.sequences))
+    columns = _state_columns(shape, len(level.sequences), SCAN_SHARE)
     scan_kernel[(len(level.sequences) * shape.value_heads, shape.value_size // columns)](
         tokens.mixed,
         tokens.w,
@@ -625,5 +632,5 @@ def _scan(
         COLUMNS=columns,
         HAS_BEFORE=before is not None,
         KEEPS=results[2] is not None,
-        **_plain(8),
+        **_plain(4),
     )

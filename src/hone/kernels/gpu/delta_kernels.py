@@ -2,9 +2,8 @@
 
     projection ─ convolve: convolution, silu, norms of q and k ─ delta_chunks ─ norm(o) silu(z)
 
-Training and prefill take sequences end to end. A decode step is two kernels: programs that share a
-sequence's matrices among them compute the convolution's newest output and update the matrices in
-place; then outputs are normalized and the convolution's columns move.
+Training and prefill take sequences end to end. A decode step is one kernel: a program per sequence
+and key head computes the convolution's newest output, updates the state in place, and normalizes.
 """
 
 import torch
@@ -28,15 +27,14 @@ from hone.kernels.gpu.delta_chunks import (
     run_chunks_back,
     source_rows,
 )
-from hone.kernels.gpu.launching import wait_beside_next
+from hone.kernels.gpu.launching import wait
 
 FIELDS, DONE = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.DONE)
 EPS = tl.constexpr(NORM_EPS)
 CHANNELS = 128  # of the convolution, by program …
 WIDE_BLOCK = 1024  # … and where a program has few tokens
 NORM_ROWS = 16  # by program
-DECODE_COLUMNS = 32  # of a state, by program of a decode step
-WEIGHT_PROGRAMS = 128  # parts of the convolution's weight gradient
+WEIGHT_PROGRAMS = 64  # parts of the convolution's weight gradient
 ROWS, BACK_ROWS = 16, 8  # of a chunk that a program of the convolution computes at once
 
 
@@ -726,7 +724,7 @@ def _convolve_back(
             NORMALIZES=is_normalized,
             HAS_ORDER=level.order is not None,
             HAS_COLUMNS=columns is not None,
-            num_warps=4,
+            num_warps=2,
         )
     return of_weight.sum(0)
 
@@ -779,27 +777,35 @@ def _inputs_back(
 
 
 @triton.jit
-def _newest(x, columns, weight, c, C, WIDTH: tl.constexpr):
-    """Return silu(convolution) of the newest token."""
+def _newest(x, columns, weight, c, C, WIDTH: tl.constexpr, writes):
+    """Return silu(convolution) of the newest token; move the columns by one if `writes`."""
     value = tl.load(x + c)
     total = value.to(tl.float32) * tl.load(weight + c * WIDTH + WIDTH - 1).to(tl.float32)
     for j in tl.static_range(1, WIDTH):
         before = tl.load(columns + (WIDTH - 1 - j) * C + c)
         total += before.to(tl.float32) * tl.load(weight + c * WIDTH + WIDTH - 1 - j).to(tl.float32)
+    for j in tl.static_range(1, WIDTH - 1):  # the oldest is dropped
+        moved = tl.load(columns + j * C + c)
+        tl.debug_barrier()  # several threads have the same column: all read before one writes
+        tl.store(columns + (j - 1) * C + c, moved, mask=writes)
+    tl.debug_barrier()
+    tl.store(columns + (WIDTH - 2) * C + c, value.to(columns.dtype.element_ty), mask=writes)
     return (total * tl.sigmoid(total)).to(value.dtype).to(tl.float32)
 
 
 @triton.jit
-def update_states_kernel(
+def decode_delta_kernel(
     projected,
     weight,
     decay,
     bias,
+    norm,
     columns,
     matrices,
     active,
     state,
     out,
+    eps,
     scale,
     row_stride,
     K: tl.constexpr,
@@ -807,88 +813,43 @@ def update_states_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
     WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Update COLUMNS columns of the matrix of sequence active[n] and one value head; compute o there."""
-    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    e, f = tl.arange(0, E), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    """Compute one token of sequence active[n], for one key head and the value heads that it serves."""
+    n, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e, f = tl.arange(0, E), tl.arange(0, F)
     C: tl.constexpr = 2 * K * E + V * F
-    h = head // (V // K)
-    wait_beside_next(PDL)
+    wait(PDL)
     slot = tl.load(active + n)
-    place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
-    matrix = tl.load(place)  # asked for first: most of the bytes
     goes_on = tl.load(state + slot * FIELDS + DONE) == 0
+    # Asked for first: most of the bytes
+    place = matrices + ((slot * V + h * (V // K)) * E + e[:, None]) * F + f[None, :]
+    matrix = tl.load(place)
     x = projected + n * row_stride
     own = columns + slot * (WIDTH - 1) * C
-    q = _newest(x, own, weight, h * E + e, C, WIDTH)
-    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH)
-    v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH)
+    q = _newest(x, own, weight, h * E + e, C, WIDTH, goes_on)
+    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH, goes_on)
     q = q * tl.rsqrt(tl.sum(q * q) + EPS) * scale
     k = k * tl.rsqrt(tl.sum(k * k) + EPS)
-    b = tl.load(x + C + V * F + head).to(tl.float32)
-    raw = tl.load(x + C + V * F + V + head).to(tl.float32) + tl.load(bias + head).to(tl.float32)
-    soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    matrix *= tl.exp(-tl.exp(tl.load(decay + head).to(tl.float32)) * soft)
-    change = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
-    matrix += k[:, None] * change[None, :]
-    tl.store(place, matrix, mask=goes_on)
-    tl.store(out + (n * V + head) * F + f, tl.sum(matrix * q[:, None], 0))
-
-
-@triton.jit
-def finish_token_kernel(
-    o,
-    projected,
-    norm,
-    columns,
-    active,
-    state,
-    out,
-    eps,
-    row_stride,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    E: tl.constexpr,
-    F: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Compute norm(o) silu(z) of one value head; move the columns of its channels by one token.
-
-    The first value head of a key head also moves those of q and k.
-    """
-    n, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    f = tl.arange(0, F)
-    C: tl.constexpr = 2 * K * E + V * F
-    scale = tl.load(norm + f).to(tl.float32)
-    wait_beside_next(PDL)
-    slot = tl.load(active + n)
-    goes_on = tl.load(state + slot * FIELDS + DONE) == 0
-    x = projected + n * row_stride
-    value = tl.load(o + (n * V + head) * F + f)
-    gate = tl.load(x + C + head * F + f).to(tl.float32)
-    y = value * tl.rsqrt(tl.sum(value * value) / F + eps) * scale * gate * tl.sigmoid(gate)
-    tl.store(out + (n * V + head) * F + f, y.to(out.dtype.element_ty))
-    own = columns + slot * (WIDTH - 1) * C
-    _move(x, own, 2 * K * E + head * F + f, C, WIDTH, goes_on)
-    if head % (V // K) == 0:
-        e = head // (V // K) * E + tl.arange(0, E)
-        _move(x, own, e, C, WIDTH, goes_on)
-        _move(x, own, K * E + e, C, WIDTH, goes_on)
-
-
-@triton.jit
-def _move(x, columns, c, C, WIDTH: tl.constexpr, writes):
-    """Drop the oldest column of some channels and append the newest input."""
-    newest = tl.load(x + c).to(columns.dtype.element_ty)
-    for j in tl.static_range(1, WIDTH - 1):
-        moved = tl.load(columns + j * C + c)
-        tl.debug_barrier()  # several threads may have one channel: all read before one writes
-        tl.store(columns + (j - 1) * C + c, moved, mask=writes)
-    tl.debug_barrier()
-    tl.store(columns + (WIDTH - 2) * C + c, newest, mask=writes)
+    for g in tl.static_range(V // K):
+        head = h * (V // K) + g
+        if g > 0:
+            place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
+            matrix = tl.load(place)
+        v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH, goes_on)
+        gate = tl.load(x + C + head * F + f).to(tl.float32)
+        b = tl.load(x + C + V * F + head).to(tl.float32)
+        raw = tl.load(x + C + V * F + V + head).to(tl.float32)
+        raw += tl.load(bias + head).to(tl.float32)
+        soft = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+        matrix *= tl.exp(-tl.exp(tl.load(decay + head).to(tl.float32)) * soft)
+        change = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
+        matrix += k[:, None] * change[None, :]
+        tl.store(place, matrix, mask=goes_on)
+        o = tl.sum(matrix * q[:, None], 0)
+        o *= tl.rsqrt(tl.sum(o * o) / F + eps) * tl.load(norm + f).to(tl.float32)
+        y = o * gate * tl.sigmoid(gate)
+        tl.store(out + (n * V + head) * F + f, y.to(out.dtype.element_ty))
 
 
 def decode_delta(
@@ -896,39 +857,25 @@ def decode_delta(
 ) -> Tensor:
     """Compute one new token of each sequence `active_B`, and update its state in place."""
     shape = heads.shape
-    B, V = len(projected_BO), shape.value_heads
-    sizes = {"K": shape.key_heads, "V": V, "E": shape.key_size, "F": shape.value_size}
-    o = projected_BO.new_empty(B, shape.outputs, dtype=torch.float32)
-    out = projected_BO.new_empty(B, shape.outputs)
-    columns = min(DECODE_COLUMNS, shape.value_size)
-    update_states_kernel[(B, V, shape.value_size // columns)](
+    out = projected_BO.new_empty(len(projected_BO), shape.outputs)
+    decode_delta_kernel[(len(projected_BO), shape.key_heads)](
         projected_BO,
         heads.conv_C1W,
         heads.decay_V,
         heads.bias_V,
-        *store.tensors,
-        active_B,
-        state,
-        o,
-        shape.key_size**-0.5,
-        projected_BO.stride(0),
-        **sizes,
-        WIDTH=shape.conv_width,
-        COLUMNS=columns,
-        **options(4),
-    )
-    finish_token_kernel[(B, V)](
-        o,
-        projected_BO,
         heads.norm_F,
-        store.columns_NWC,
+        *store.tensors,
         active_B,
         state,
         out,
         heads.eps,
+        shape.key_size**-0.5,
         projected_BO.stride(0),
-        **sizes,
+        K=shape.key_heads,
+        V=shape.value_heads,
+        E=shape.key_size,
+        F=shape.value_size,
         WIDTH=shape.conv_width,
-        **options(1),
+        **options(4),
     )
     return out
