@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 # Sizes that the kernels take.
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+OF_KIND = {"qwen3_5_text": {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
 CASES = [(kind, "hone") for kind in OWN if kind != "phi3_long"] + [
     (kind, "transformers") for kind in ("qwen3", "gemma3_text", "olmo2", "gpt_oss", "lfm2")
 ]
@@ -27,7 +28,7 @@ def pair(request, tmp_path):
     kind, implementation = request.param
     name = KINDS.get(kind, kind)
     try:
-        config = transformers.AutoConfig.for_model(name, **SHAPE | FAMILIES[kind] | LARGER)
+        config = transformers.AutoConfig.for_model(name, **SHAPE | FAMILIES[kind] | LARGER | OF_KIND.get(kind, {}))
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
     torch.manual_seed(0)

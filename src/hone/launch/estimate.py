@@ -110,6 +110,9 @@ def _sampling_lines(config: Config, spec: "ModelSpec", kind: str, itemsize: int)
             f"keys and values in {kind}: {of_token / 2**10:.1f} KiB a token, {gib:.2f} GiB for {longest}, "
             f"{limit:,} tokens"
         )
+    of_state = spec.state_bytes(itemsize)
+    if sequences and of_state:
+        found.append(f"states: {of_state / 2**20:.1f} MiB for each sequence that decodes")
     return found
 
 

@@ -99,6 +99,11 @@ def require_order(model: LanguageModel) -> None:
         raise ValueError(
             "model.numerics exact: mixtures of experts have no exact kernels; take fast"
         )
+    if spec.delta_layers:
+        raise ValueError(
+            "model.numerics exact: sampling computes the gated delta rule token by token, training in chunks, in "
+            "another order; take fast"
+        )
     if not spec.has_fast_paths:
         raise ValueError(
             "model.numerics exact: this model has windows, factors or norms without exact kernels; take fast"
