@@ -28,7 +28,9 @@ def pair(request, tmp_path):
     kind, implementation = request.param
     name = KINDS.get(kind, kind)
     try:
-        config = transformers.AutoConfig.for_model(name, **SHAPE | FAMILIES[kind] | LARGER | OF_KIND.get(kind, {}))
+        config = transformers.AutoConfig.for_model(
+            name, **SHAPE | FAMILIES[kind] | LARGER | OF_KIND.get(kind, {})
+        )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
     torch.manual_seed(0)

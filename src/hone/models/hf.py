@@ -93,6 +93,8 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 def _load_stored(model: LanguageModel, directory: Path) -> None:
     """Load weights from a directory, in whatever form its files have them."""
     wanted = dict(hf_tensors(model))
+    if model.spec.routed_experts:
+        wanted = dict(hf_tensors(model, _stores_whole_experts(model.spec, directory)))
     stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
     if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
@@ -318,11 +320,27 @@ def _read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise ValueError(f"{file} is not a readable safetensors file: {error}") from None
 
 
-def hf_tensors(model: LanguageModel) -> Iterator[tuple[str, Tensor]]:
-    """Return the model's weights under their HF names, as views."""
+def hf_tensors(
+    model: LanguageModel, has_whole_experts: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Return the model's weights under their HF names, as views.
+
+    With `has_whole_experts`, the weights of all experts of a layer are one tensor.
+    """
     for ours, theirs in hf_names(model.spec).items():
         weight = find_weight(model, ours)
+        fused = model.spec.fused_name(ours) if has_whole_experts else None
+        if fused is not None:
+            yield fused, weight.unflatten(0, (model.expert_layers[0].spec.experts, -1))
+            continue
         yield from zip(theirs, split_rows(model.spec, ours, weight), strict=True)
+
+
+def _stores_whole_experts(spec: ModelSpec, directory: Path) -> bool:
+    """Return True if the files have one tensor for the weights of all experts of a layer."""
+    wholes = {spec.fused_name(ours) for ours in hf_names(spec)} - {None}
+    stored = list_stored(directory)
+    return any(name in stored for whole in wholes if whole for name in _spell_in_whole(whole))
 
 
 def find_weight(model: LanguageModel, name: str) -> Tensor:
@@ -354,10 +372,13 @@ def write_model(
     model's, such as those of a vision tower, are written as they are there.
     """
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
-    tensors = dict(hf_tensors(model))
+    has_files = any(source.glob("*.safetensors"))
+    is_whole = bool(model.spec.routed_experts) and has_files
+    is_whole = is_whole and _stores_whole_experts(model.spec, source)
+    tensors = dict(hf_tensors(model, is_whole))
     if not model.spec.is_text_part:
         tensors = model.convert_for_files(tensors)
-    elif any(source.glob("*.safetensors")):
+    elif has_files:
         stored = names_in_files(model.spec, list(tensors), source)
         tensors = {stored[name]: x for name, x in tensors.items()}
         tensors |= _read_others(set(tensors), source)

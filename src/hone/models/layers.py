@@ -267,10 +267,13 @@ def make_mixer(spec: ModelSpec, layer: int) -> "SelfAttention | DeltaNet":
 
 
 class MLP(nn.Module):
-    def __init__(self, spec: ModelSpec) -> None:
+    """SwiGLU or GeGLU of `size` hidden units; None: those of the spec."""
+
+    def __init__(self, spec: ModelSpec, size: int | None = None) -> None:
         super().__init__()
-        self.gate_up = Linear(spec.hidden_size, 2 * spec.intermediate_size, bias=spec.mlp_bias)
-        self.down = Linear(spec.intermediate_size, spec.hidden_size, bias=spec.mlp_bias)
+        size = size or spec.intermediate_size
+        self.gate_up = Linear(spec.hidden_size, 2 * size, bias=spec.mlp_bias)
+        self.down = Linear(size, spec.hidden_size, bias=spec.mlp_bias)
         self.activation = spec.block.activation
 
     def gate(self, gate_up_T2F: Tensor) -> Tensor:
@@ -281,12 +284,17 @@ class MLP(nn.Module):
 class Experts(nn.Module):
     """Mixture of experts (Qwen3-MoE): each token uses k of E small MLPs, by router softmax.
 
-    Weights of all experts are stacked: gate_up (E2F x D), down (ED x F).
+    There may be an MLP beside them that all tokens use (Qwen3.5-MoE). Weights of all experts are
+    stacked: gate_up (E2F x D), down (ED x F).
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
         self.spec = spec
+        self.shared: MLP | None = None  # of all tokens, times sigmoid(shared_gate x)
+        if spec.shared_size:
+            self.shared = MLP(spec, spec.shared_size)
+            self.shared_gate = Weight(1, spec.hidden_size)
         D = spec.hidden_size
         F_ = spec.intermediate_size
         self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
@@ -297,7 +305,15 @@ class Experts(nn.Module):
         self.down = ExpertLinear(spec.experts, F_, D)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the outputs, T x D, or, by GPU kernels without gradients, K x T x D to be summed."""
+        """Return the outputs, T x D, or, by GPU kernels without gradients, parts x T x D to be summed."""
+        out = self._mix_experts(x_TD)
+        if self.shared is None:
+            return out
+        hidden_TF = self.shared.gate(self.shared.gate_up(x_TD))
+        shared_TD = self.shared.down(hidden_TF) * F.linear(x_TD, self.shared_gate.weight).sigmoid()
+        return torch.cat([out, shared_TD[None]]) if out.dim() == 3 else out + shared_TD
+
+    def _mix_experts(self, x_TD: Tensor) -> Tensor:
         K = self.spec.experts_per_token
         weights = (self.gate_up.weight_EOI, self.down.weight_EOI)
         deltas = (self.gate_up.delta, self.down.delta)

@@ -215,6 +215,13 @@ class ModelSpec:
             table["out.bias"] = ["self_attn.o_proj.bias"]
         return table
 
+    def fused_name(self, name: str) -> str | None:
+        """Return the HF tensor as which files may store a parameter whole, experts x rows x columns.
+
+        None: files have only the tensors that the parameter stacks.
+        """
+        return None
+
     def can_adapt(self, name: str) -> bool:
         """Return True if the linear of this HF name may have a LoRA adapter."""
         return True

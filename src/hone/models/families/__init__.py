@@ -78,6 +78,12 @@ FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
         parse_qwen3_5, Qwen35, defaults=qwen3_5.DEFAULTS, rotates_part=True
     ),
+    "Qwen3_5MoeForCausalLM": Family(
+        qwen3_5.parse_qwen3_5_moe,
+        qwen3_5.Qwen35Moe,
+        defaults=qwen3_5.MOE_DEFAULTS,
+        rotates_part=True,
+    ),
     "SmolLM3ForCausalLM": Family(dense.parse_smollm3, defaults={"num_key_value_heads": 4}),
 }
 # Models with other parts whose text part is a model of the table, by its model_type.
@@ -86,6 +92,7 @@ WITH_TEXT_PART = {
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
 }
 TEXT_PARTS = {
     "gemma3_text": "Gemma3ForCausalLM",
@@ -93,6 +100,7 @@ TEXT_PARTS = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 ALTERNATIVES_HINT = (
     "; transformers, if it is installed (the extra transformers), computes others, and vLLM samples from them "

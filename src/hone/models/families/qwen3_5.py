@@ -9,6 +9,7 @@ from typing import Any
 
 from hone.kernels.delta_shape import DeltaShape
 from hone.models.families.dense import parse_full_layers
+from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.rope import NotImplementedHere
 from hone.models.spec import BlockOptions, ModelSpec
 
@@ -102,6 +103,22 @@ class Qwen35(ModelSpec):
         return self.attention_layers * of_attention + self.delta_layers * of_delta
 
 
+@dataclass(frozen=True, kw_only=True)
+class Qwen35Moe(Qwen35, Qwen3Moe):
+    """Spec of Qwen3.5 with experts, and an MLP beside them."""
+
+
+def parse_qwen3_5_moe(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """Return the fields that Qwen3.5 with experts reads in its own way."""
+    return parse_qwen3_5(config, origin) | {
+        "intermediate_size": int(config["moe_intermediate_size"]),
+        "experts": int(config["num_experts"]),
+        "experts_per_token": int(config["num_experts_per_tok"]),
+        "normalizes": True,
+        "shared_size": int(config["shared_expert_intermediate_size"]),
+    }
+
+
 def parse_qwen3_5(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return the fields that Qwen3.5 reads in its own way."""
     count = int(config["num_hidden_layers"])
@@ -144,4 +161,12 @@ DEFAULTS = {
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
+}
+MOE_DEFAULTS = DEFAULTS | {
+    "intermediate_size": 0,  # of blocks without experts, which there are none of
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
 }
