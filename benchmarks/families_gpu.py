@@ -2,7 +2,7 @@
 
     python benchmarks/families_gpu.py [--models Gemma-3-1B …] [--batch 32 …] [--tokens 16384] [--profile DIR]
 
-Shapes of published models, random weights, bf16. Decoding: `--batch` sequences, a prompt of 64 tokens, 128 more; the
+Shapes of published models, random weights, bf16. Decoding: `--batch` sequences, `--prompt` tokens, 128 more; the
 time of a step is the difference between completions of 129 tokens and of one, over 128. Its limit is the larger of the
 time to read the weights, keys and values once (and to write states, too), and the time of the arithmetic at the rate
 of a large product.
@@ -20,7 +20,7 @@ from model_shapes import MODELS, measure_bandwidth, step_limits
 from peer import finish, median, write_profile
 from training import gpu_seconds, matrix_rate
 
-PROMPT, COMPLETION = 64, 128
+COMPLETION = 128
 ROUNDS = 5
 
 
@@ -74,6 +74,7 @@ FAMILIES = {
     "Qwen3-30B-A3B": MODELS["Qwen3-30B-A3B"],
     "Qwen3.5-0.8B": MODELS["Qwen3.5-0.8B"],
     "Qwen3.5-4B": MODELS["Qwen3.5-4B"],
+    "Qwen3.5-35B-A3B": MODELS["Qwen3.5-35B-A3B"],
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
     "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
     "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),
@@ -103,18 +104,20 @@ def build_model(config: dict):
     return model
 
 
-def measure_decoding(model, batch: int, save: Path | None) -> float:
+def measure_decoding(model, batch: int, prompt: int, save: Path | None) -> float:
     """Return the seconds of a decode step."""
     from hone.engine.engine import Engine
     from hone.records import GenerateRequest, Sampling
 
     # Room for the keys and values of all sequences, and pages that are not full
-    room = 2 * batch * model.spec.cache_numbers * (PROMPT + COMPLETION + 128) / 2**30
-    engine = Engine(model, max_batch_size=batch, max_model_len=512, kv_cache_gib=max(1.0, room))
+    room = 2 * batch * model.spec.cache_numbers * (prompt + COMPLETION + 128) / 2**30
+    engine = Engine(
+        model, max_batch_size=batch, max_model_len=prompt + 448, kv_cache_gib=max(1.0, room)
+    )
     draw = random.Random(0)
 
     def generate(count: int) -> float:
-        prompts = [draw.choices(range(1000, 30_000), k=PROMPT) for _ in range(batch)]
+        prompts = [draw.choices(range(1000, 30_000), k=prompt) for _ in range(batch)]
         requests = [
             GenerateRequest(ids, Sampling(1.0, count, seed=i, ignore_eos=True), frozenset())
             for i, ids in enumerate(prompts)
@@ -167,6 +170,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[32])
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--sequence", type=int, default=512)
+    parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--no-decoding", action="store_true")
     parser.add_argument("--no-training", action="store_true")
     parser.add_argument("--profile", type=Path)
@@ -183,8 +187,8 @@ def main() -> None:
         spec = model.spec
         figures = {}
         for batch in [] if args.no_decoding else args.batch:
-            decode = measure_decoding(model, batch, save["decode"])
-            limit = max(step_limits(spec, batch, PROMPT + COMPLETION / 2, rate, flops))
+            decode = measure_decoding(model, batch, args.prompt, save["decode"])
+            limit = max(step_limits(spec, batch, args.prompt + COMPLETION / 2, rate, flops))
             end = f"_{batch}" if len(args.batch) > 1 else ""
             figures |= {f"decode_step_ms{end}": 1e3 * decode, f"decode_limit_ms{end}": 1e3 * limit}
             figures[f"decode_share{end}"] = limit / decode

@@ -16,7 +16,12 @@ transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 # Sizes that the kernels take.
 LARGER = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-OF_KIND = {"qwen3_5_text": {"linear_key_head_dim": 128, "linear_value_head_dim": 128}}
+DELTA = {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
+OF_KIND = {
+    "qwen3_5_text": DELTA,
+    "qwen3_5_moe_text": DELTA
+    | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+}
 CASES = [(kind, "hone") for kind in OWN if kind != "phi3_long"] + [
     (kind, "transformers") for kind in ("qwen3", "gemma3_text", "olmo2", "gpt_oss", "lfm2")
 ]
@@ -64,7 +69,7 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
         expected = torch.tensor(score_sequence(exact, ids + completion.ids)[len(ids) - 1 :])
         difference = (torch.tensor(completion.logprobs) - expected).abs()
         # With experts, rounding changes which of them a token goes through.
-        mean = 0.15 if kind == "gpt_oss" else 0.03
+        mean = 0.15 if kind == "gpt_oss" or half.spec.routed_experts else 0.03
         assert difference.mean() < mean and difference.max() < 10 * mean
 
 
@@ -80,4 +85,6 @@ def test_gradients_of_shared_prompts_are_those_of_the_cpu(pair):
         (model.compute_logits(hidden).float() * weight.to(device)).sum().backward()
         found = [p.grad for p in model.parameters() if p.grad is not None]
         gradients.append(torch.cat([g.flatten().float().cpu() for g in found]))
-    assert torch.cosine_similarity(*gradients, dim=0) > 0.995
+    # With experts, rounding changes which of them a token goes through.
+    least = 0.9 if pair[0].spec.routed_experts else 0.995
+    assert torch.cosine_similarity(*gradients, dim=0) > least
