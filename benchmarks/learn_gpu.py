@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--lr", default="1e-4")
+    parser.add_argument("--lr", default="3e-5")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="learn_gpu") as directory:
         home = Path(directory)
@@ -46,6 +46,7 @@ def main() -> None:
             "orchestrator.rollouts-per-example": 16,
             "orchestrator.sampling.max-tokens": arguments.tokens,
             "seq-len": 64 + arguments.tokens,
+            "inference.kv-cache-gib": 4,
             "max-steps": arguments.steps,
             "log-interval": 20,
             "seed": arguments.seed,

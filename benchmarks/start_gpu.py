@@ -9,6 +9,7 @@ Must: 15 s the first time, 7 s after, random weights 2 s more, vf-eval 9 s befor
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from peer import finish
 
 HONE = (sys.executable, "-P", "-m", "hone")
 LIMIT_SECONDS = 120
+END_SECONDS = 20
 
 
 def seconds_until_ready(words: list[str], logs: Path, environment: dict[str, str]) -> float:
@@ -41,8 +43,22 @@ def seconds_until_ready(words: list[str], logs: Path, environment: dict[str, str
                 time.sleep(0.02)
             ready = time.perf_counter() - start
             server.terminate()
-            server.wait(30)
+            try:
+                server.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                end_with_stacks(server.pid)
+                sys.exit(f"the server did not end: {logs.read_text()[-20000:]}")
     return ready
+
+
+def end_with_stacks(pid: int) -> None:
+    """End a process and its children; each writes the stacks of its threads to its log."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        parent = status.read_text().rsplit(")", 1)[1].split()[1]
+        if int(parent) == pid:
+            os.kill(int(status.parent.name), signal.SIGABRT)
+    os.kill(pid, signal.SIGABRT)
+    time.sleep(2)
 
 
 def seconds_of_evaluation(model: Path, logs: Path, environment: dict[str, str]) -> float:
@@ -69,6 +85,7 @@ def main() -> None:
             if file.name != "config.json":
                 (model / file.name).write_bytes(file.read_bytes())
         environment = os.environ | {"TRITON_CACHE_DIR": str(home / "kernels")}
+        environment |= {"PYTHONFAULTHANDLER": "1"}
         words = ["--model.name", str(model), "--max-model-len", "2048"]
         figures = {
             name: seconds_until_ready([*words, *more], logs / f"{name}.log", environment)
