@@ -1,6 +1,6 @@
 """Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py.
 
-usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig
+usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig, and family="qwen3_5" for layers with the gated delta rule
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from hone.config.rl_config import TrainerConfig
+from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
@@ -19,9 +20,30 @@ from hone.trainer.rl.trainer import PolicyTrainer
 from hone.trainer.sharding import Export
 
 ranks = Ranks.join_ranks(60.0)
-model = Transformer(
-    ModelSpec(40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
+given = {key: json.loads(value) for key, value in (word.split("=") for word in sys.argv[2:])}
+DELTA = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
+plain = ModelSpec(
+    40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False
 )
+is_delta = given.pop("family", "qwen3") == "qwen3_5"
+model = Transformer(parse_model_config(DELTA) if is_delta else plain)
 model.init_weights(torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 samples = []
@@ -33,7 +55,6 @@ for i in range(15):
     samples.append(
         Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0, env=env)
     )
-given = {key: json.loads(value) for key, value in (word.split("=") for word in sys.argv[2:])}
 dtype = getattr(torch, given.pop("dtype", "float32"))
 config = {
     "micro_batch_tokens": 40,

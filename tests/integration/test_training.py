@@ -537,13 +537,16 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     assert one[-1]["loss/mean"] == pytest.approx(parts[-1]["loss/mean"], rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_ranks_take_the_rl_step_of_one(optimizer, tmp_path):
+@pytest.mark.parametrize(
+    ("optimizer", "family"), [("adamw", "qwen3"), ("muon", "qwen3"), ("adamw", "qwen3_5")]
+)
+def test_ranks_take_the_rl_step_of_one(optimizer, family, tmp_path):
     """Each with the whole model, or with a part of it; three share the batch so that one has fewer micro-batches."""
     script, options = (
         ROOT / "tests" / "integration" / "rl_step.py",
         [f'optimizer="{optimizer}"', 'loss={"kl_beta":0.1}', 'loss_of={"other":{"type":"ppo"}}'],
     )
+    options.append(f'family="{family}"')
     command("python", script, tmp_path / "one.json", *options)
     ranked(script, tmp_path / "two.json", *options)
     ranked(script, tmp_path / "parts.json", *options, 'sharding="full"', ranks=3)
