@@ -6,6 +6,7 @@ process whose id is in HONE_PARENT_PID is gone, and ends itself (`end_with_paren
 """
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -20,9 +21,11 @@ from hone.process_report import REPORT_VARIABLE, reserve_report
 
 HONE = (sys.executable, "-P", "-m", "hone")  # command line of the `hone` command
 TERM_SECONDS = 5.0  # seconds from SIGTERM to SIGKILL
+KILL_SECONDS = 10.0  # in which a killed process has to be gone
 ORPHAN_SECONDS = 10.0  # in which an orphaned process may end what it has started
 
 Process = subprocess.Popen[Any]
+log = logging.getLogger("hone")
 
 
 def start_process(
@@ -65,12 +68,19 @@ def end_processes(*processes: Process, term_seconds: float = TERM_SECONDS) -> No
 
 
 def wait_or_kill(process: Process, seconds: float) -> int:
-    """Wait for a process to end, kill it after `seconds`, and return its exit code."""
+    """Wait for a process to end, kill it after `seconds`, and return its exit code.
+
+    A process that a driver holds may outlive the kill: it is waited for KILL_SECONDS only.
+    """
     try:
         return process.wait(max(0.0, seconds))
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait()
+    try:
+        return process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        log.warning("Process %d has not ended %.0f s after it was killed", process.pid, KILL_SECONDS)
+        return -signal.SIGKILL
 
 
 def end_with_parent() -> None:
