@@ -1,14 +1,18 @@
 """Which tokens of a conversation are trained on, for templates of all kinds."""
 
+import asyncio
 import json
 import random
 
+import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from hone.config.sft_config import DataConfig
-from hone.records import Prompt
+from hone.environments.conversation import Conversation
+from hone.orchestrator.group import samples_of
+from hone.records import Completion, Example, Prompt, Rollout, Sampling
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.sft.data import Conversations
 from hone.trainer.sft.survey import row_tokens_of_data, survey_data
@@ -183,3 +187,58 @@ def test_the_length_of_a_row_follows_data_and_model(make):
         data = Conversations([[*rows(3), *rows(1, longest)]], tokenizer, positions)
         assert row_tokens_of_data(data, positions, said.append) == expected
     assert said[1] == "data.seq-len is 128: the longest conversation has 99 tokens"
+
+
+# As Qwen3.5: the prompt opens a thought, or has an empty one; a question drops earlier thoughts, a tool's answer does
+# not.
+THINKS = """{%- set asked = namespace(last=-1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set asked.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}{% if m.role == 'assistant' %}{{ '<|assistant|>\\n' }}
+{%- set thought = m.content.split('</think>')[0] if '</think>' in m.content else '' %}
+{%- if loop.index0 > asked.last %}{{ '<think>\\n' + thought.replace('<think>\\n', '') + '</think>\\n\\n' }}{% endif %}
+{{- m.content.split('</think>')[-1].lstrip('\\n') + '<|end|>\\n' }}
+{%- else %}{{ '<|user|>\\n' + m.role + ' ' + m.content + '<|end|>\\n' }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\\n<think>\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+
+
+@pytest.mark.parametrize("thinks", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_tokens_trained_on_are_those_sampled_whatever_a_template_drops(make, seed, thinks):
+    """Several questions with tool loops between them: every sampled token is trained on, once and in order."""
+    tokenizer = Tokenizer(make(THINKS))
+    rng = random.Random(seed)
+
+    class Model:
+        async def chat(self, prompt, sampling):
+            text = draw_text(rng) + "<|end|>"
+            text = f"{draw_text(rng)}</think>\n\n{text}" if thinks else text
+            ids = tokenizer.encode(text)
+            completion = Completion(ids, [-rng.random() for _ in ids], [0] * len(ids), "stop")
+            return tokenizer.build_turn(prompt, tokenizer.prompt_ids(prompt), completion)
+
+    async def converse():
+        talk = Conversation(Model(), {} if thinks else {"enable_thinking": False})
+        messages = []
+        for _ in range(rng.randint(1, 3)):
+            messages.append({"role": "user", "content": draw_text(rng)})
+            for loop in range(rng.randint(1, 3)):
+                if loop:
+                    messages.append({"role": "tool", "content": draw_text(rng)})
+                turn = await talk.chat(messages, Sampling())
+                messages.append(turn.assistant_message)
+        return [turn for _, turn in talk.turns]
+
+    turns = asyncio.run(converse())
+    rollout = Rollout(Example(0, []), turns, [])
+    trained, logprobs = [], []
+    for sample in samples_of(rollout, 1.0, 1.0, ""):
+        mask = np.array(sample.mask)
+        trained += np.array(sample.ids)[mask].tolist()
+        logprobs += np.array(sample.logprobs)[mask].tolist()
+    assert trained == [i for turn in turns for i in turn.completion.ids]
+    assert logprobs == [x for turn in turns for x in turn.completion.logprobs]
+    # What a turn's tokens are conditioned on is what the model saw.
+    prompts = [turn.prompt_ids + turn.completion.ids for turn in turns]
+    for sample in samples_of(rollout, 1.0, 1.0, ""):
+        assert list(sample.ids) in prompts
