@@ -79,7 +79,9 @@ def wait_or_kill(process: Process, seconds: float) -> int:
     try:
         return process.wait(KILL_SECONDS)
     except subprocess.TimeoutExpired:
-        log.warning("Process %d has not ended %.0f s after it was killed", process.pid, KILL_SECONDS)
+        log.warning(
+            "Process %d has not ended %.0f s after it was killed", process.pid, KILL_SECONDS
+        )
         return -signal.SIGKILL
 
 
