@@ -1,5 +1,6 @@
 """The engine against plain forwards of the same model."""
 
+import shutil
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from hone.engine.graphs import PAYS_FOR_GRAPH, DecodeGraphs, Key
 from hone.engine.prefill import Prefill, Shape
 from hone.engine.slots import Slots
 from hone.engine.token_sampler import draw_tokens, filter_thresholds, pick_tokens, uniform_numbers
-from hone.engine.warm_up import plan_captures
+from hone.engine.warm_up import describe_rehearsal, plan_captures
 from hone.kernels import cpu
 from hone.kernels import row_state as column
 from hone.kernels.cuda_graphs import Captured
@@ -788,3 +789,20 @@ def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand
     captured.clear()
     captured.has(Shape(512, 16, 64))
     assert prefill._choose_graph(captured, small) == (Shape(512, 16, 64) if stand_in else small)
+
+
+def test_a_start_notes_which_kernels_are_kept(tmp_path, monkeypatch):
+    """Another shape, or an empty cache, is rehearsed again."""
+    from hone.kernels.gpu.compiling import KeptKernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "kernels"))
+    first, other = (
+        KeptKernels(describe_rehearsal(Engine(model, max_batch_size=size)))
+        for size in (4, 8)
+        for model in [Transformer(SPEC)]
+    )
+    assert not first.are_there()
+    first.note()
+    assert first.are_there() and not other.are_there()
+    shutil.rmtree(tmp_path / "kernels")
+    assert not first.are_there()

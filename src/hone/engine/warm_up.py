@@ -13,7 +13,7 @@ from hone.engine.engine import Engine
 from hone.engine.graphs import MIN_PART_TOKENS, PARTS, Key, pad_rows
 from hone.engine.prefill import PrefillChunk, Shape
 from hone.engine.token_sampler import TokenSampler
-from hone.kernels import gpu
+from hone.kernels import gpu, numerics
 
 WARM_UP_PROMPT_TOKENS = 16  # tokens
 PROMPTS = (1, 2, 4, 8, 32)  # prompts at once: products of more rows use other tiles
@@ -59,6 +59,13 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
     for way in ways:
         engine.decoder.decode_step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
     engine.prefill.seen.clear()
+
+
+def describe_rehearsal(engine: Engine) -> str:
+    """Return what decides which kernels `compile_kernels` compiles, beside the GPU and versions."""
+    dtype = engine.model.embed.weight.dtype
+    sizes = (engine.max_batch_size, engine.max_model_len)
+    return repr((engine.model.spec, dtype, sizes, numerics.is_exact()))
 
 
 def plan_captures(engine: Engine) -> list[Callable[[Engine], None]]:

@@ -68,20 +68,24 @@ class Embedded:
     def __init__(self, config: InferenceConfig) -> None:
         from hone.engine.cache_budget import plan_cache
         from hone.engine.engine import Engine
-        from hone.engine.warm_up import compile_kernels, plan_captures
+        from hone.engine.warm_up import compile_kernels, describe_rehearsal, plan_captures
         from hone.inference.engine_service import EngineService
         from hone.inference.samplers.embedded import EmbeddedSampler
         from hone.kernels import fingerprints
-        from hone.kernels.gpu.compiling import together
+        from hone.kernels.gpu.compiling import KeptKernels, together
         from hone.models.loading import load_configured
 
         loaded = load_configured(config.model, seed=config.seed)
         length = config.max_model_len
         sizes = plan_cache(config, loaded.model, length)
         engine = Engine(loaded.model, max_model_len=length, stand_in=True, **sizes)
-        with together():
-            compile_kernels(engine, engine.max_batch_size)
-            fingerprints.rehearse(loaded.model.embed.weight)
+        kept = KeptKernels(describe_rehearsal(engine))
+        if engine.graphs is None or not kept.are_there():
+            with together():
+                compile_kernels(engine, engine.max_batch_size)
+                fingerprints.rehearse(loaded.model.embed.weight)
+            if engine.graphs is not None:
+                kept.note()
         for name, directory in config.adapters.items():
             if name == config.model.name:
                 raise ValueError(f"adapters: {name!r} is the name of the model itself")

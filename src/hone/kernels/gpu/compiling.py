@@ -15,6 +15,7 @@ Compiled code stays in the cache: later runs load it quickly and start no proces
 import contextvars
 import hashlib
 import importlib
+import importlib.metadata
 import logging
 import os
 import pickle
@@ -27,6 +28,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -97,6 +99,43 @@ def together() -> Iterator[None]:
             len(compiling.future_kernels),
             seconds,
         )
+
+
+class KeptKernels:
+    """Note in Triton's cache directory that it has all kernels of a rehearsal.
+
+    Kernels that are kept load in some hundredths of a second each, so that a start may leave the
+    rehearsal out. The note goes with the directory.
+
+    Args:
+        subject: what was rehearsed: the model's shape, sizes of the engine.
+    """
+
+    def __init__(self, subject: str) -> None:
+        here = Path(__file__).parent
+        sources = [path.read_bytes() for path in sorted(here.glob("*.py"))]
+        is_gpu = torch.cuda.is_available()
+        card = (torch.cuda.get_device_name(), torch.cuda.get_device_capability()) if is_gpu else ()
+        versions = [torch.__version__, *map(str, card), _find_version("triton")]
+        digest = hashlib.sha256(b"".join(sources) + "\n".join([subject, *versions]).encode())
+        home = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        self.file = Path(home) / f"hone-{digest.hexdigest()[:32]}.kept"
+
+    def are_there(self) -> bool:
+        return self.file.is_file()
+
+    def note(self) -> None:
+        """Note that all kernels are kept; without a place for the note, the next start rehearses."""
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
+
+
+def _find_version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 class Compilers:
