@@ -10,9 +10,9 @@ from hone.models.device_memory import apply_limit, free_and_total_bytes, read_li
 GIB = 2**30
 
 
-def shared(of_sequence, reserved=0, free=100, least=None, **config):
+def shared(of_sequence, reserved=0, free=100, least=None, of_state=0, **config):
     least = of_sequence if least is None else least
-    sizes = [int(size * GIB) for size in (of_sequence, free, 140, reserved, least)]
+    sizes = [int(size * GIB) for size in (of_sequence, free, 140, reserved, least, of_state)]
     room = plan_gpu_cache(EngineConfig(**config), *sizes)
     return room["max_batch_size"], round(room["kv_cache_gib"], 6)
 
@@ -28,6 +28,13 @@ def test_what_is_given_stands():
     assert shared(0.125, reserved=90, kv_cache_gib=8, max_batch_size=16) == (16, 8)
     assert shared(0.125, kv_cache_gib=50) == (400, 50)
     assert shared(0.125, max_batch_size=16) == (16, 86)
+
+
+def test_states_of_sequences_take_at_most_half():
+    """One for each sequence and for padding, and up to 64 snapshots of prompts."""
+    assert shared(0.1, of_state=1 / 64) == (256, round(86 - 321 / 64, 6))
+    assert shared(0.1, of_state=1.0) == (14, 86 - 14 - 1 - 28)
+    assert shared(0.1, of_state=1.0, max_batch_size=4) == (4, 86 - 4 - 1 - 8)
 
 
 def test_no_room_says_what_takes_it():

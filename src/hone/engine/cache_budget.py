@@ -19,7 +19,7 @@ CPU_SHARE = 4
 # Default for sequences that decode at once, on any device; and the largest, if memory allows.
 DEFAULT_BATCH_SIZE = 256
 MAX_DEFAULT_BATCH_SIZE = 1024
-STATE_SHARE = 0.25  # of a GPU's free memory that states of sequences may take by default
+STATE_SHARE = 0.5  # of what is left for the cache that states of sequences may take by default
 log = logging.getLogger("hone")
 
 
@@ -53,19 +53,13 @@ def plan_cache(
         batch = config.max_batch_size or DEFAULT_BATCH_SIZE
         config = config.model_copy(update={"max_batch_size": batch})
         reserved += model.state_bytes * kept_states(batch)
-    if model.spec.delta_layers:
-        of_state = model.spec.state_bytes(weight.dtype.itemsize)
-        most = int(free_and_total_bytes(weight.device)[0] * STATE_SHARE / of_state)
-        batch = config.max_batch_size or max(1, min(DEFAULT_BATCH_SIZE, sequences_for(most)))
-        config = config.model_copy(update={"max_batch_size": batch})
-        reserved += of_state * state_rows(batch)
     torch.cuda.empty_cache()  # the cache is one allocation, which fits none of the freed blocks
     free, total = free_and_total_bytes(weight.device)
     of_token = model.spec.cache_numbers * weight.dtype.itemsize
     of_sequence = of_token * (length or model.spec.max_position_embeddings)
-    return plan_gpu_cache(
-        config, of_sequence, free, total, reserved, least=of_sequence if length else of_token
-    )
+    least = of_sequence if length else of_token
+    of_state = model.spec.state_bytes(weight.dtype.itemsize)
+    return plan_gpu_cache(config, of_sequence, free, total, reserved, least, of_state)
 
 
 def cpu_gib() -> float:
@@ -74,7 +68,13 @@ def cpu_gib() -> float:
 
 
 def plan_gpu_cache(
-    config: EngineConfig, of_sequence: int, free: int, total: int, reserved: int, least: int
+    config: EngineConfig,
+    of_sequence: int,
+    free: int,
+    total: int,
+    reserved: int,
+    least: int,
+    of_state: int = 0,
 ) -> Room:
     """Return max_batch_size and kv_cache_gib for a GPU (see `plan_cache`).
 
@@ -85,13 +85,20 @@ def plan_gpu_cache(
         total: bytes of GPU memory.
         reserved: bytes that this process needs for other purposes than the cache.
         least: smallest cache size to accept, in bytes.
+        of_state: bytes of a sequence's state, in models with the gated delta rule.
 
     Raises:
         ValueError: no cache size is configured, and less than `least` bytes are left.
     """
     gib = config.kv_cache_gib
+    room = free - (1 - config.gpu_memory_utilization) * total - reserved
+    if of_state:
+        most = sequences_for(int(STATE_SHARE * room / of_state))
+        batch = config.max_batch_size or max(1, min(DEFAULT_BATCH_SIZE, most))
+        config = config.model_copy(update={"max_batch_size": batch})
+        room -= of_state * state_rows(batch)
     if gib is None:
-        gib = (free - (1 - config.gpu_memory_utilization) * total - reserved) / 2**30
+        gib = room / 2**30
         if gib * 2**30 < least:
             raise ValueError(
                 f"the GPU has {free / 2**30:.1f} GiB free, of which a training step may take {reserved / 2**30:.1f} "
