@@ -15,9 +15,9 @@ TINY_MODEL = ROOT / "examples" / "reverse_text_tiny" / "model"
 
 WITH_ATTENTION = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text
 granite phi3 gpt_oss gemma4_e""".split()
-HYBRIDS = "qwen3_5_text qwen3_5_moe_text olmo_hybrid lfm2 granitemoehybrid nemotron_h".split()
+HYBRIDS = "qwen3_5_moe_text olmo_hybrid lfm2 granitemoehybrid nemotron_h".split()
 CASES = [(kind, "transformers") for kind in WITH_ATTENTION + HYBRIDS] + [
-    (kind, "hone") for kind in OWN if kind not in ("qwen3", "llama", "qwen2")
+    (kind, "hone") for kind in OWN if kind not in ("qwen3", "llama", "qwen2", "qwen3_5_moe_text")
 ]
 COMPUTED = {"hone": "Hone's own implementation", "transformers": "transformers' modules"}
 
