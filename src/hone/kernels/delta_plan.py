@@ -12,12 +12,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from hone.kernels.delta_shape import DeltaShape
+from hone.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import repeat_rows
 
-CHUNK = 64  # tokens that are computed at once on a GPU, and on a CPU in long sequences
 SHORT_CHUNK = 16  # on a CPU in sequences of up to SHORT_TOKENS
 SHORT_TOKENS = 512
 NORM_EPS = 1e-6  # of the norms of q and k
@@ -117,19 +116,19 @@ class Segments:
     @cached_property
     def chunk_table(self) -> Tensor:
         """Return first token, tokens, sequence and number in its sequence of each chunk, int32."""
-        counts = -(-self.lengths // CHUNK)
+        counts = -(-self.lengths // CHUNK_TOKENS)
         owner_M = np.repeat(np.arange(self.count), counts)
         number_M = np.arange(len(owner_M)) - (np.cumsum(counts) - counts)[owner_M]
-        before_M = number_M * CHUNK
+        before_M = number_M * CHUNK_TOKENS
         first_M = self.first + (self.ends - self.lengths)[owner_M] + before_M
-        tokens_M = np.minimum(CHUNK, self.lengths[owner_M] - before_M)
+        tokens_M = np.minimum(CHUNK_TOKENS, self.lengths[owner_M] - before_M)
         table = np.stack([first_M, tokens_M, owner_M, number_M], 1)
         return to_device(table.astype(np.int32), self.device)
 
     @cached_property
     def sequence_table(self) -> Tensor:
         """Return the first chunk and the number of chunks of each sequence, int32."""
-        counts = -(-self.lengths // CHUNK)
+        counts = -(-self.lengths // CHUNK_TOKENS)
         table = np.stack([np.cumsum(counts) - counts, counts], 1)
         return to_device(table.astype(np.int32), self.device)
 
@@ -168,7 +167,7 @@ class Chunks:
 
     def __init__(self, segments: Segments) -> None:
         is_short = segments.lengths.max(initial=0) <= SHORT_TOKENS
-        self.size = SHORT_CHUNK if is_short else CHUNK
+        self.size = SHORT_CHUNK if is_short else CHUNK_TOKENS
         counts = -(-segments.lengths // self.size)
         order = np.argsort(-counts, kind="stable")
         place = np.argsort(order, kind="stable")

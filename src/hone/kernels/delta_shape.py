@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+CHUNK_TOKENS = 64  # that are computed at once on a GPU, and on a CPU in long sequences
+
 
 @dataclass(frozen=True)
 class DeltaShape:
@@ -46,7 +48,7 @@ class DeltaShape:
         columns = (self.conv_width - 1) * self.channels * itemsize
         return columns + 4 * self.value_heads * self.key_size * self.value_size
 
-    def chunk_flops(self, chunk: int = 64) -> float:
+    def chunk_flops(self, chunk: int = CHUNK_TOKENS) -> float:
         """Return the FLOPs per token of the recurrence in chunks, a multiply-add counting 2."""
         key, value = self.key_size, self.value_size
         return self.value_heads * (chunk * (5 * key + 3 * value) + 6.0 * key * value)

@@ -133,7 +133,7 @@ class ModelSpec:
 
     @property
     def context_marks(self) -> tuple[int, ...]:
-        """Return the distances in tokens at which attention or rotation changes, such as a window."""
+        """Return distances in tokens at which a layer computes otherwise: a window, a chunk of tokens."""
         windows = {layer.window for layer in self.layers}
         lengths = {layer.rope.original_length for layer in self.layers if layer.rope is not None}
         return tuple(sorted(mark for mark in windows | lengths if mark))

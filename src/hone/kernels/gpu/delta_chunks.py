@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hone.kernels.delta_shape import DeltaShape
+from hone.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from hone.kernels.gpu import processors
 
-CHUNK = tl.constexpr(64)  # tokens
+CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
 TABLE = tl.constexpr(4)  # columns of the table of chunks
 # Columns of a state, by program: the first number that keeps all multiprocessors busy.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hone.kernels.delta_shape import DeltaShape
+from hone.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from hone.models.families.dense import parse_full_layers
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.rope import NotImplementedHere
@@ -37,6 +37,10 @@ class Qwen35(ModelSpec):
 
     def delta_shape(self, layer: int) -> DeltaShape | None:
         return self.delta if self.is_delta[layer] else None
+
+    @property
+    def context_marks(self) -> tuple[int, ...]:
+        return tuple(sorted({*super().context_marks, CHUNK_TOKENS}))
 
     @property
     def attention_layers(self) -> int:
@@ -99,7 +103,7 @@ class Qwen35(ModelSpec):
         shape = self.delta
         # Projection, convolution, normalized q and k, chunks' systems, outputs before and after the gate.
         rows = sum(shape.projection_rows) + 2 * shape.channels + 2 * shape.outputs
-        of_delta = rows + 64 * shape.value_heads
+        of_delta = rows + CHUNK_TOKENS * shape.value_heads
         return self.attention_layers * of_attention + self.delta_layers * of_delta
 
 
