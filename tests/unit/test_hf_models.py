@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
-from hone.engine import delta_states, mixer_states
+from hone.engine import mixer_states, state_rows
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
@@ -352,7 +352,7 @@ nemotron_h falcon_h1""".split()
 def test_states_of_mixers_follow_siblings_prefixes_and_reused_slots(case, spare, monkeypatch):
     """More groups than slots, prompts that begin with cached pages, states that were evicted."""
     monkeypatch.setattr(mixer_states, "SPARE_STATES", spare)
-    monkeypatch.setattr(delta_states, "MOST_SNAPSHOTS", max(spare, 2))
+    monkeypatch.setattr(state_rows, "MOST_SNAPSHOTS", max(spare, 2))
     _, _, ours = case
     assert ours.state_bytes > 0
     generator = torch.Generator().manual_seed(6)

@@ -111,8 +111,9 @@ class Admission:
         start = sequence.computed
         boundary = self.deltas.boundary_of(len(sequence.prompt_ids))
         row = None
-        if sequence.is_of_one_policy and start < boundary < end:
-            row = self.deltas.take_row(sequence.pages[: boundary // self.pool.size])
+        if sequence.is_of_one_policy and start < boundary <= end:
+            before = sequence.prompt_ids[:boundary]
+            row = self.deltas.take_row(self.pool.find_chain(before, sequence.adapter))
         return DeltaChunk(sequence.slot, start == 0, row, boundary - start)
 
     def keep_snapshots(self, chunks: list[PrefillChunk]) -> None:
@@ -120,8 +121,9 @@ class Admission:
         for chunk in chunks:
             if self.deltas is None or chunk.delta is None or chunk.delta.snapshot_row is None:
                 continue
-            count = (chunk.start + chunk.delta.until) // self.pool.size
-            self.deltas.keep_snapshot(chunk.pages[:count], chunk.delta.snapshot_row)
+            before = chunk.ids[: chunk.start + chunk.delta.until]
+            chain = self.pool.find_chain(before, chunk.adapter)
+            self.deltas.keep_snapshot(chain, chunk.delta.snapshot_row)
 
     def split_plan(self, planned: Planned) -> list[Planned]:
         """Split a plan into passes, so that no pass reads pages that it computes itself.

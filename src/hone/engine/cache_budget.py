@@ -8,8 +8,8 @@ import torch
 from hone import machine
 from hone.config.key_names import key_name
 from hone.config.sections import EngineConfig
-from hone.engine.delta_states import sequences_for, state_rows
 from hone.engine.mixer_states import kept_states
+from hone.engine.state_rows import count_sequences, count_state_rows
 from hone.models.device_memory import free_and_total_bytes
 from hone.models.language_model import LanguageModel
 
@@ -93,10 +93,10 @@ def plan_gpu_cache(
     gib = config.kv_cache_gib
     room = free - (1 - config.gpu_memory_utilization) * total - reserved
     if of_state:
-        most = sequences_for(int(STATE_SHARE * room / of_state))
+        most = count_sequences(int(STATE_SHARE * room / of_state))
         batch = config.max_batch_size or max(1, min(DEFAULT_BATCH_SIZE, most))
         config = config.model_copy(update={"max_batch_size": batch})
-        room -= of_state * state_rows(batch)
+        room -= of_state * count_state_rows(batch)
     if gib is None:
         gib = room / 2**30
         if gib * 2**30 < least:

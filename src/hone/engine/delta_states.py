@@ -2,8 +2,8 @@
 
     rows:   0 … slots - 1   running sequences     slots   padding     then   snapshots
 
-A state belongs to all tokens before it, so it cannot be divided into pages. A prompt's state is kept
-as a snapshot at its last page boundary: requests whose prompts begin with these pages continue there.
+A state depends on all earlier tokens, so it cannot be stored in pages. The engine keeps a snapshot
+at a prompt's last page boundary; requests that begin with the same pages continue there.
 """
 
 from collections import OrderedDict
@@ -15,23 +15,12 @@ from torch import Tensor
 
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
+from hone.engine.state_rows import count_state_rows
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_rule import run_plan
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import to_device
 from hone.models.spec import ModelSpec
-
-MOST_SNAPSHOTS = 64  # and at most two for each sequence that may decode
-
-
-def state_rows(sequences: int) -> int:
-    """Return how many states are held for so many sequences that decode at once."""
-    return sequences + 1 + min(2 * sequences, MOST_SNAPSHOTS)
-
-
-def sequences_for(rows: int) -> int:
-    """Return for how many sequences that many states suffice."""
-    return max((rows - 1) // 3, rows - 1 - MOST_SNAPSHOTS)
 
 
 class DeltaStates:
@@ -53,7 +42,7 @@ class DeltaStates:
         shape = next(one for one in shapes if one is not None)
         self.pool = pool
         self.device = device
-        rows = state_rows(sequences)
+        rows = count_state_rows(sequences)
         columns = (spec.delta_layers, rows, shape.conv_width - 1, shape.channels)
         matrices = (spec.delta_layers, rows, *shape.matrix_sizes)
         self.columns = untouched_zeros(columns, dtype, device)
@@ -95,20 +84,22 @@ class DeltaStates:
         self.snapshots.move_to_end(chain)
         self.copy_rows([self.snapshots[chain]], [slot])
 
-    def take_row(self, pages: list[int]) -> int | None:
-        """Return a row for the state after these pages; None if there is a snapshot or no room."""
-        chain = self._chain_of(pages[-1])
-        if chain in self.snapshots or not (self.unused or self.snapshots):
+    def take_row(self, chain: int | None) -> int | None:
+        """Reserve a row for the state after a chain of pages.
+
+        Evicts the least recently used snapshot if no row is unused. None if the pages are not
+        cached, have a snapshot already, or no row is left.
+        """
+        if chain is None or chain in self.snapshots or not (self.unused or self.snapshots):
             return None
         return self.unused.pop() if self.unused else self.snapshots.popitem(last=False)[1]
 
-    def keep_snapshot(self, pages: list[int], row: int) -> None:
-        """Register the state in a row, from `take_row`, as that after these pages.
+    def keep_snapshot(self, chain: int | None, row: int) -> None:
+        """Register the state in a row, from `take_row`, as that after a chain of pages.
 
-        The row is free again if the pages are no cached prefix.
+        Frees the row instead if the pages are no longer cached, or have a snapshot by now.
         """
-        chain = self._chain_of(pages[-1])
-        if chain < 0 or chain in self.snapshots:
+        if chain is None or chain in self.snapshots:
             self.unused.append(row)
         else:
             self.snapshots[chain] = row
@@ -120,13 +111,13 @@ class DeltaStates:
 
 @dataclass(frozen=True)
 class DeltaChunk:
-    """States of a prefill chunk: the row of its sequence, and where a snapshot is to be taken.
+    """Rows of states that a prefill chunk reads and writes.
 
     Attributes:
         slot: row of the sequence.
         is_first: the chunk starts its prompt, from zeros.
         snapshot_row: row of the snapshot; None: none.
-        until: tokens of the chunk before the snapshot.
+        until: number of the chunk's tokens before the snapshot; ignored without one.
     """
 
     slot: int
@@ -164,24 +155,22 @@ class PrefillDelta:
         self.is_first_N = on_device([int(chunk.is_first) for chunk in chunks])
         self.slots_N = on_device([chunk.slot for chunk in chunks])
         self.whole = on_device(whole), on_device([chunks[i].slot for i in whole])
-        self.parts = on_device(parts), on_device([chunks[i].slot for i in parts])
-        kept = [chunks[i].snapshot_row for i in parts]
-        self.snapshots = on_device([row for row in kept if row is not None])
+        self.part_slots = on_device([chunks[i].slot for i in parts])
+        kept = [i for i, chunk in enumerate(chunks) if chunk.snapshot_row is not None]
+        rows_kept = [row for chunk in chunks if (row := chunk.snapshot_row) is not None]
+        self.snapshots = on_device(kept), on_device(rows_kept)
 
     def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
         """Return the outputs of the chunks' tokens, and keep the states after them."""
         store = self.states.layers[layer]
         before = self._states_before(store) if self.continues else None
         out_TG, first, rest = run_plan(projected_TO, heads, self.plan, before)
-        index, slots = self.whole
-        for kept, found in zip(store.tensors, first.tensors, strict=True):
-            kept.index_copy_(0, slots, found.index_select(0, index).to(kept.dtype))
-        if rest is None:
-            return out_TG
-        index, slots = self.parts
-        for kept, found, end in zip(store.tensors, first.tensors, rest.tensors, strict=True):
-            kept.index_copy_(0, self.snapshots, found.index_select(0, index).to(kept.dtype))
-            kept.index_copy_(0, slots, end.to(kept.dtype))
+        for index, target in (self.whole, self.snapshots):
+            for kept, found in zip(store.tensors, first.tensors, strict=True):
+                kept.index_copy_(0, target, found.index_select(0, index).to(kept.dtype))
+        if rest is not None:
+            for kept, found in zip(store.tensors, rest.tensors, strict=True):
+                kept.index_copy_(0, self.part_slots, found.to(kept.dtype))
         return out_TG
 
     def _states_before(self, store: DeltaState) -> DeltaState:

@@ -60,6 +60,19 @@ class PagePool:
             pages.append(page)
         return pages
 
+    def find_chain(self, ids: Sequence[int], adapter: int = 0) -> int | None:
+        """Return the number of the chain of cached pages with these tokens, whole pages; None: none.
+
+        The pages may be another sequence's.
+        """
+        chain = -adapter
+        for start in range(0, len(ids), self.size):
+            found = self._known.get((chain, tuple(ids[start : start + self.size])))
+            if found is None:
+                return None
+            chain = found[1]
+        return chain
+
     def chain_of(self, page: int) -> int | None:
         """Return the number of the chain that ends in a cached page; None if it is not cached.
 

@@ -104,7 +104,7 @@ class Embedding(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """RMS norm whose scale is the stored weight, plus an offset in float32 (1 in Gemma and Qwen3.5)."""
+    """RMS norm scaled by weight + offset, added in float32; the offset is 1 in Gemma and Qwen3.5."""
 
     def __init__(self, size: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
@@ -282,16 +282,16 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixture of experts (Qwen3-MoE): each token uses k of E small MLPs, by router softmax.
+    """Mixture of experts: a softmax router chooses a few experts, small MLPs, for each token.
 
-    There may be an MLP beside them that all tokens use (Qwen3.5-MoE). Weights of all experts are
-    stacked: gate_up (E2F x D), down (ED x F).
+    All tokens use the shared expert, if there is one (Qwen3.5). Weights of all experts are stacked:
+    gate_up (E2F x D), down (ED x F).
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
         self.spec = spec
-        self.shared: MLP | None = None  # of all tokens, times sigmoid(shared_gate x)
+        self.shared: MLP | None = None  # shared expert, times sigmoid(shared_gate x)
         if spec.shared_size:
             self.shared = MLP(spec, spec.shared_size)
             self.shared_gate = Weight(1, spec.hidden_size)
@@ -305,7 +305,7 @@ class Experts(nn.Module):
         self.down = ExpertLinear(spec.experts, F_, D)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        """Return the outputs, T x D, or, by GPU kernels without gradients, parts x T x D to be summed."""
+        """Return the outputs, T x D; GPU kernels without gradients return parts to sum, parts x T x D."""
         out = self._mix_experts(x_TD)
         if self.shared is None:
             return out

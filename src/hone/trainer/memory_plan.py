@@ -4,6 +4,7 @@ peak of a training step + the sampler's own weights + cache of one sequence + CU
 gpu_memory_utilization of a card, minus all that                                      =   cache of the others
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
@@ -14,6 +15,7 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import RLConfig, TrainerConfig, TrainerRunConfig
 from hone.config.sections import EngineConfig
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
+from hone.engine.state_rows import count_state_rows
 from hone.models.spec import ModelSpec
 from hone.trainer.memory_estimate import (
     FEW_TOKENS,
@@ -51,6 +53,7 @@ class Need:
         sequence: bytes of keys and values of the longest sequence; 0 if nothing is sampled.
         sequences: sequences that one step or server has at a time at most.
         share: share of the card that may be used.
+        state: bytes of a sequence's state, in models with the gated delta rule.
     """
 
     training: Estimate | None
@@ -58,6 +61,7 @@ class Need:
     sequence: int
     sequences: int
     share: float
+    state: int = 0
 
     @property
     def fixed_bytes(self) -> int:
@@ -68,11 +72,16 @@ class Need:
     @property
     def least_bytes(self) -> int:
         """Return the bytes with keys and values of one sequence."""
-        return self.fixed_bytes + self.sequence
+        return self.fixed_bytes + self._held_bytes(1)
+
+    def _held_bytes(self, sequences: int) -> int:
+        """Return the bytes of keys, values and states of a number of decoding sequences."""
+        states = self.state * count_state_rows(sequences) if self.state else 0
+        return self.sequence * sequences + states
 
     def fits(self, card_gib: float, sequences: int = 1) -> bool:
         """Return True if a card has room for this, with keys and values of that many sequences."""
-        held = self.sequence * min(sequences, self.sequences)
+        held = self._held_bytes(min(sequences, self.sequences))
         return self.fixed_bytes + held <= self.share * card_gib * GIB
 
     def sequences_at_once(self, card_gib: float) -> int:
@@ -80,7 +89,7 @@ class Need:
         if not self.sequence:
             return 0
         free = self.share * card_gib * GIB - self.fixed_bytes
-        return min(self.sequences, int(free // self.sequence))
+        return bisect_right(range(1, self.sequences + 1), free, key=self._held_bytes)
 
 
 def estimate_training(
@@ -131,16 +140,16 @@ def estimate_need(config: Config, spec: ModelSpec, itemsize: int) -> Need | None
             return Need(training, 0, 0, 0, TRAINING_SHARE)
         lora = config.trainer.lora
         copy = merged_copy_bytes(spec, lora, itemsize) if lora and lora.keeps_copy else 0
-        of_sequence = of_token * min(limit, config.seq_len) + spec.state_bytes(itemsize)
+        of_sequence = of_token * min(limit, config.seq_len)
         most = config.orchestrator.batch_size
-        return Need(training, copy, of_sequence, most, _usable_share(config.inference))
+        share = _usable_share(config.inference)
+        return Need(training, copy, of_sequence, most, share, spec.state_bytes(itemsize))
     if isinstance(config, InferenceConfig):
-        length = min(limit, config.max_model_len or limit)
-        of_sequence = of_token * length + spec.state_bytes(itemsize)
+        of_sequence = of_token * min(limit, config.max_model_len or limit)
         most = config.max_batch_size or 256
-        return Need(
-            None, spec.parameter_count() * itemsize, of_sequence, most, _usable_share(config)
-        )
+        weights = spec.parameter_count() * itemsize
+        share = _usable_share(config)
+        return Need(None, weights, of_sequence, most, share, spec.state_bytes(itemsize))
     return None
 
 

@@ -91,6 +91,7 @@ class TrainingGraphs:
         """Return graphs for the model, None if its passes with gradients make the host wait."""
         spec = model.spec
         on_device = trains_model(model.embed.weight, spec.head_dim) and model.stays_on_device
+        on_device = on_device and not spec.delta_layers  # whose plans the host makes
         has_plain_attention = spec.has_plain_heads and all(
             layer.window is None for layer in spec.layers
         )

@@ -1,7 +1,8 @@
 """The recurrence of the gated delta rule in chunks of 64 tokens, with gradients (`delta_rule.py`).
 
-    prepare   a chunk and head a program: gates, the chunk's triangular system, w and u
-    scan      a sequence and head a program: chunk after chunk, outputs and the state at the end
+    prepare   a program per chunk and value head: gates, the chunk's triangular system, w and u
+    scan      a program per sequence, value head and block of a state's columns: chunk after chunk,
+              outputs and the state at the end
     backward  scan again for the states, scan back for their gradients, then each chunk by itself
 
 With G the decays added up from the chunk's start, and rows i of a chunk:
@@ -10,7 +11,8 @@ With G the decays added up from the chunk's start, and rows i of a chunk:
     v' = u - w S;   o = e^G q S + P v',  P_ij = (q_i k_j) e^(G_i - G_j), j <= i
     S = e^(G_end) S + (e^(G_end - G) k)^T v'
 
-q is scaled. States are float32 and rounded for products only. Shapes as in `delta_rule.py`; M chunks.
+q is scaled. The running state is float32; products, and the copies of states for the backward pass,
+have the model's dtype. Shapes as in `delta_rule.py`; M chunks.
 """
 
 from typing import NamedTuple
@@ -26,9 +28,9 @@ from hone.kernels.gpu import processors
 CHUNK = tl.constexpr(CHUNK_TOKENS)
 BLOCK = tl.constexpr(16)  # rows of a system that are solved one by one
 TABLE = tl.constexpr(4)  # columns of the table of chunks
-# Columns of a state, by program: the first number that keeps all multiprocessors busy.
+# Columns of a state per program, most first: `_state_columns` takes the first with enough programs.
 STATE_COLUMNS = (64, 32, 16)
-SCAN_SHARE, BACK_SHARE = 1.5, 0.9  # programs for each multiprocessor: that many keep it busy
+SCAN_SHARE, BACK_SHARE = 1.5, 0.9  # programs wanted per multiprocessor, forward and back
 
 
 @triton.jit
@@ -46,11 +48,9 @@ def _decays(between_from, between_to, is_seen):
 
 
 @triton.jit
-def _product(a, b, PRECISE: tl.constexpr):
-    """Multiply matrices in their type, or float32 ones to about its precision."""
-    if PRECISE:
-        return tl.dot(a, b, input_precision="tf32x3")
-    return tl.dot(a, b)
+def _product(a, b):
+    """Multiply float32 matrices by three TF32 products, to about float32's precision."""
+    return tl.dot(a, b, input_precision="tf32x3")
 
 
 @triton.jit
@@ -75,11 +75,11 @@ def _invert(a):
     spread = tl.where(is_same, inverse[:, :, None, :], 0.0)
     diagonal = tl.reshape(spread, [CHUNK, CHUNK])
     below = tl.reshape(tl.where(is_same, 0.0, by_block), [CHUNK, CHUNK])
-    n = _product(diagonal, below, True)
-    n2 = _product(n, n, True)
+    n = _product(diagonal, below)
+    n2 = _product(n, n)
     r = tl.arange(0, CHUNK)
-    whole = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - n + n2 - _product(n, n2, True)
-    return _product(whole, diagonal, True)
+    whole = tl.where(r[:, None] == r[None, :], 1.0, 0.0) - n + n2 - _product(n, n2)
+    return _product(whole, diagonal)
 
 
 @triton.jit
@@ -287,7 +287,7 @@ def chunk_back_kernel(
     F: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Gradients of one chunk and value head, without the triangular system: q, part of k, w, G."""
+    """Compute the gradients of one chunk and value head, without the triangular system: q, part of k, w, G."""
     i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     r = tl.arange(0, CHUNK)
     t = tl.load(chunks + i * TABLE).to(tl.int64) + r
@@ -352,7 +352,7 @@ def system_back_kernel(
     E: tl.constexpr,
     F: tl.constexpr,
 ):
-    """Gradients of one chunk and value head through the triangular system: the rest of k, v, beta, g.
+    """Compute the gradients of one chunk and value head through the triangular system: the rest of k, v, beta, g.
 
     Adds to `grad_k`; `grad_g` and `grad_beta` are tokens x V.
     """
@@ -398,7 +398,7 @@ def system_back_kernel(
     tl.store(grad_k + head, dk.to(k.dtype), seen)
     row = (t[:, None] * V + h) * F + f[None, :]
     tl.store(grad_v + row, (dv * beta[:, None]).to(k.dtype), seen)
-    # The gradient of g is that of all later sums.
+    # g_i is part of all later sums, so their gradients add up.
     of_g = tl.sum(of_total, 0) - tl.cumsum(of_total, 0) + of_total
     tl.store(grad_g + t * V + h, of_g, inside)
     tl.store(grad_beta + t * V + h, of_beta, inside)
@@ -414,7 +414,7 @@ class Gates(NamedTuple):
 
 
 class Chunked(NamedTuple):
-    """What the backward pass needs of the recurrence: T, G and beta of each chunk and head."""
+    """T, G and beta of each chunk and head, which the backward pass uses again."""
 
     inverse: Tensor
     decays: Tensor
@@ -557,10 +557,7 @@ def run_chunks_back(
 
 
 def _state_columns(shape: DeltaShape, sequences: int, share: float) -> int:
-    """Return how many columns of a state a program goes through the chunks with.
-
-    `share`: programs wanted, as a multiple of the multiprocessors.
-    """
+    """Return the columns of a state per program; `share`: programs wanted per multiprocessor."""
     known = [columns for columns in STATE_COLUMNS if columns <= shape.value_size]
     programs = sequences * shape.value_heads * shape.value_size
     wanted = share * processors()
@@ -577,9 +574,9 @@ def _sizes(shape: DeltaShape) -> dict[str, int]:
 
 
 def _plain(warps: int) -> dict[str, int]:
-    """Return launch options of kernels that wait for the previous one to end.
+    """Return launch options without dependent launch.
 
-    With one stage, Triton 3.6 makes a wrong kernel of `scan_back_kernel` for some tiles.
+    Two stages: with one, Triton 3.6 compiles `scan_back_kernel` wrongly for some tiles.
     """
     return {"num_warps": warps, "num_stages": 2}
 

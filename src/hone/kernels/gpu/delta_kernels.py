@@ -31,11 +31,11 @@ from hone.kernels.gpu.launching import wait
 
 FIELDS, DONE = tl.constexpr(row_state.FIELDS), tl.constexpr(row_state.DONE)
 EPS = tl.constexpr(NORM_EPS)
-CHANNELS = 128  # of the convolution, by program …
-WIDE_BLOCK = 1024  # … and where a program has few tokens
-NORM_ROWS = 16  # by program
+CHANNEL_BLOCK = 128  # channels per program
+WIDE_CHANNEL_BLOCK = 1024  # channels per program in kernels with few tokens
+NORM_ROWS = 16  # rows per program
 WEIGHT_PROGRAMS = 64  # parts of the convolution's weight gradient
-ROWS, BACK_ROWS = 16, 8  # of a chunk that a program of the convolution computes at once
+CONV_ROWS, CONV_BACK_ROWS = 16, 8  # tokens per program of the convolution, and backward
 
 
 @triton.jit
@@ -90,7 +90,7 @@ def convolve_kernel(
 ):
     """Compute silu(convolution) of ROWS tokens of a chunk, one head.
 
-    With NORMALIZES q and k: they are normalized, and the first K heads scaled.
+    With NORMALIZES, the heads are those of q and k: normalize them, and scale the first K, those of q.
     """
     PIECES: tl.constexpr = CHUNK // ROWS
     i, h = tl.program_id(0) // PIECES, tl.program_id(1)
@@ -149,11 +149,11 @@ def convolve_back_kernel(
     HAS_ORDER: tl.constexpr,
     HAS_COLUMNS: tl.constexpr,
 ):
-    """Gradient before silu, and a part of the weight's gradient, of one head and every P-th piece.
+    """Compute the gradient before silu, and a part of the weight's gradient, of one head.
 
-    A piece is ROWS tokens of one of the M chunks. grad: tokens x (heads x GROUPS) x SIZE, GROUPS
-    gradients of a head to be summed. With NORMALIZES the head was normalized and multiplied by
-    `scale`.
+    Program p takes every num_programs-th piece; a piece is ROWS tokens of one of the M chunks.
+    grad: tokens x (heads x GROUPS) x SIZE, GROUPS gradients of a head to be summed. With NORMALIZES
+    the head was normalized and multiplied by `scale`.
     """
     tl.static_assert(WIDTH == 4)
     PIECES: tl.constexpr = CHUNK // ROWS
@@ -286,7 +286,7 @@ def input_grad_kernel(
     HAS_ORDER: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Gradient of the convolution's inputs, of one chunk and BLOCK channels."""
+    """Compute the gradient of the convolution's inputs, of one chunk and BLOCK channels."""
     i = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = c < C
@@ -352,7 +352,7 @@ def columns_grad_kernel(
     BLOCK: tl.constexpr,
     HAS_AFTER: tl.constexpr,
 ):
-    """Gradient of the columns before one sequence, BLOCK channels."""
+    """Compute the gradient of the columns before one sequence, BLOCK channels."""
     n = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real = c < C
@@ -421,7 +421,7 @@ def gated_norm_back_kernel(
     ROWS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
 ):
-    """Gradients of `gated_norm_kernel`; `grad_weight` has a part from each program."""
+    """Compute the gradients of `gated_norm_kernel`; `grad_weight` has a part from each program."""
     f = tl.arange(0, F)
     scale = tl.load(weight + f).to(tl.float32)[None, :]
     of_weight = tl.zeros([F], tl.float32)
@@ -474,6 +474,7 @@ class _Mix(torch.autograd.Function):
     ):
         projected, conv = projected.contiguous(), conv.contiguous()
         columns = None if columns is None else columns.to(projected.dtype).contiguous()
+        matrices = None if matrices is None else matrices.contiguous()
         count, V = len(plan.order_T), shape.value_heads
         tokens = Tokens(
             projected.new_empty(count, shape.channels),
@@ -605,7 +606,8 @@ def _gates_back(
     shape: DeltaShape,
 ) -> tuple[Tensor, Tensor]:
     """Write the gradients of b and a; return those of the heads' decays and biases."""
-    b, a = (x if order is None else x.index_select(0, order) for x in gates[:2])
+    count = len(grads.g)
+    b, a = (x[:count] if order is None else x.index_select(0, order) for x in gates[:2])
     beta = b.float().sigmoid()
     raw = a.float() + gates.bias_V.float()
     of_rate = grads.g * -gates.decay_V.float().exp()
@@ -614,7 +616,7 @@ def _gates_back(
     *_, of_b, of_a = grad_projected.split(shape.projection_rows, 1)
     for target, found in ((of_b, grad_b), (of_a, grad_raw)):
         if order is None:
-            target.copy_(found)
+            target[:count].copy_(found)
         else:
             target.index_copy_(0, order, found.to(target.dtype))
     of_decay = (of_rate * torch.nn.functional.softplus(raw)).sum(0)
@@ -635,7 +637,7 @@ def _convolve(
         (0, of_keys, shape.key_size, True),
         (of_keys * shape.key_size, shape.value_heads, shape.value_size, False),
     ):
-        convolve_kernel[(len(level.chunks) * (CHUNK.value // ROWS), heads)](
+        convolve_kernel[(len(level.chunks) * (CHUNK.value // CONV_ROWS), heads)](
             projected,
             level.order,
             conv,
@@ -648,7 +650,7 @@ def _convolve(
             shape.key_heads,
             shape.channels,
             WIDTH=shape.conv_width,
-            ROWS=ROWS,
+            ROWS=CONV_ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_ORDER=level.order is not None,
@@ -666,7 +668,7 @@ def _last_columns(
 ) -> Tensor:
     """Return the last inputs of the convolution of each sequence."""
     last = projected.new_empty(segments.count, shape.conv_width - 1, shape.channels)
-    columns_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_BLOCK))](
+    columns_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_CHANNEL_BLOCK))](
         projected,
         level.order,
         columns,
@@ -675,7 +677,7 @@ def _last_columns(
         projected.stride(0),
         shape.channels,
         WIDTH=shape.conv_width,
-        BLOCK=WIDE_BLOCK,
+        BLOCK=WIDE_CHANNEL_BLOCK,
         HAS_ORDER=level.order is not None,
         HAS_COLUMNS=columns is not None,
         num_warps=4,
@@ -693,7 +695,7 @@ def _convolve_back(
     of_total: Tensor,
 ) -> Tensor:
     """Fill the gradients of the sums before silu, T x C; return that of the weight, float32."""
-    programs = min(len(level.chunks) * (CHUNK.value // BACK_ROWS), WEIGHT_PROGRAMS)
+    programs = min(len(level.chunks) * (CHUNK.value // CONV_BACK_ROWS), WEIGHT_PROGRAMS)
     of_weight = conv.new_empty(programs, *conv.shape, dtype=torch.float32)
     K, groups = shape.key_heads, shape.value_heads // shape.key_heads
     keys = K * shape.key_size
@@ -719,7 +721,7 @@ def _convolve_back(
             len(level.chunks),
             GROUPS=summed,
             WIDTH=shape.conv_width,
-            ROWS=BACK_ROWS,
+            ROWS=CONV_BACK_ROWS,
             SIZE=size,
             NORMALIZES=is_normalized,
             HAS_ORDER=level.order is not None,
@@ -741,7 +743,7 @@ def _inputs_back(
 ) -> Tensor | None:
     """Write the gradient of the convolution's inputs; return that of the columns before sequences."""
     sizes = {"WIDTH": shape.conv_width, "HAS_AFTER": grad_after is not None}
-    input_grad_kernel[(len(level.chunks), triton.cdiv(shape.channels, CHANNELS))](
+    input_grad_kernel[(len(level.chunks), triton.cdiv(shape.channels, CHANNEL_BLOCK))](
         of_total,
         level.order,
         conv,
@@ -751,7 +753,7 @@ def _inputs_back(
         grad_projected,
         grad_projected.stride(0),
         shape.channels,
-        BLOCK=CHANNELS,
+        BLOCK=CHANNEL_BLOCK,
         HAS_ORDER=level.order is not None,
         **sizes,
         num_warps=4,
@@ -759,14 +761,14 @@ def _inputs_back(
     if columns is None:
         return None
     of_columns = torch.empty_like(columns)
-    columns_grad_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_BLOCK))](
+    columns_grad_kernel[(segments.count, triton.cdiv(shape.channels, WIDE_CHANNEL_BLOCK))](
         of_total,
         conv,
         segments.boundaries,
         grad_after,
         of_columns,
         shape.channels,
-        BLOCK=WIDE_BLOCK,
+        BLOCK=WIDE_CHANNEL_BLOCK,
         **sizes,
         num_warps=4,
     )
@@ -821,14 +823,14 @@ def decode_delta_kernel(
     C: tl.constexpr = 2 * K * E + V * F
     wait(PDL)
     slot = tl.load(active + n)
-    goes_on = tl.load(state + slot * FIELDS + DONE) == 0
-    # Asked for first: most of the bytes
+    is_running = tl.load(state + slot * FIELDS + DONE) == 0
+    # Load the matrix first: it is most of the bytes.
     place = matrices + ((slot * V + h * (V // K)) * E + e[:, None]) * F + f[None, :]
     matrix = tl.load(place)
     x = projected + n * row_stride
     own = columns + slot * (WIDTH - 1) * C
-    q = _newest(x, own, weight, h * E + e, C, WIDTH, goes_on)
-    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH, goes_on)
+    q = _newest(x, own, weight, h * E + e, C, WIDTH, is_running)
+    k = _newest(x, own, weight, (K + h) * E + e, C, WIDTH, is_running)
     q = q * tl.rsqrt(tl.sum(q * q) + EPS) * scale
     k = k * tl.rsqrt(tl.sum(k * k) + EPS)
     for g in tl.static_range(V // K):
@@ -836,7 +838,7 @@ def decode_delta_kernel(
         if g > 0:
             place = matrices + ((slot * V + head) * E + e[:, None]) * F + f[None, :]
             matrix = tl.load(place)
-        v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH, goes_on)
+        v = _newest(x, own, weight, 2 * K * E + head * F + f, C, WIDTH, is_running)
         gate = tl.load(x + C + head * F + f).to(tl.float32)
         b = tl.load(x + C + V * F + head).to(tl.float32)
         raw = tl.load(x + C + V * F + V + head).to(tl.float32)
@@ -845,7 +847,7 @@ def decode_delta_kernel(
         matrix *= tl.exp(-tl.exp(tl.load(decay + head).to(tl.float32)) * soft)
         change = (v - tl.sum(matrix * k[:, None], 0)) * tl.sigmoid(b)
         matrix += k[:, None] * change[None, :]
-        tl.store(place, matrix, mask=goes_on)
+        tl.store(place, matrix, mask=is_running)
         o = tl.sum(matrix * q[:, None], 0)
         o *= tl.rsqrt(tl.sum(o * o) / F + eps) * tl.load(norm + f).to(tl.float32)
         y = o * gate * tl.sigmoid(gate)

@@ -28,7 +28,11 @@ DELTA_WEIGHTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35(ModelSpec):
-    """Spec of Qwen3.5. `is_delta` says of each layer if it has the gated delta rule."""
+    """Spec of Qwen3.5.
+
+    Attributes:
+        is_delta: for each layer, True if it has the gated delta rule instead of attention.
+    """
 
     delta: DeltaShape
     is_delta: tuple[bool, ...]
@@ -109,7 +113,7 @@ class Qwen35(ModelSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35Moe(Qwen35, Qwen3Moe):
-    """Spec of Qwen3.5 with experts, and an MLP beside them."""
+    """Spec of Qwen3.5 with experts and a shared expert."""
 
 
 def parse_qwen3_5_moe(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
@@ -147,10 +151,9 @@ def parse_qwen3_5(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
             f"{origin}: linear_num_value_heads {shape.value_heads} is not a multiple of "
             f"linear_num_key_heads {shape.key_heads}"
         )
-    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor", 0.25)
     return {
         "qk_norm": "head",
-        "layers": parse_full_layers({"partial_rotary_factor": share, **config}, origin),
+        "layers": parse_full_layers({"partial_rotary_factor": 0.25, **config}, origin),
         "block": BlockOptions(norm_offset=1.0),
         "delta": shape,
         "is_delta": tuple(kind == LINEAR for kind in kinds),
@@ -167,7 +170,7 @@ DEFAULTS = {
     "linear_num_value_heads": 32,
 }
 MOE_DEFAULTS = DEFAULTS | {
-    "intermediate_size": 0,  # of blocks without experts, which there are none of
+    "intermediate_size": 0,  # unused: every block has experts
     "num_key_value_heads": 2,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,

@@ -14,7 +14,7 @@ class Qwen3Moe(ModelSpec):
     experts: int
     experts_per_token: int
     normalizes: bool  # normalize the weights of a token's experts to sum 1
-    shared_size: int = 0  # hidden units of an MLP beside the experts; 0: there is none
+    shared_size: int = 0  # hidden units of the shared expert; 0: there is none
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "experts"
 
