@@ -23,6 +23,9 @@ from triton.runtime.jit import JITFunction
 from hone.config.rl_config import TrainerConfig
 from hone.engine import cache
 from hone.engine.engine import Engine
+from hone.engine.graphs import Key
+from hone.engine.prefill import PrefillChunk
+from hone.engine.token_sampler import TokenSampler
 from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention_layouts
@@ -176,7 +179,13 @@ def rehearsals(name: str) -> None:
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
-        compile_kernels(engine, 256)
+        if name == HYBRID:  # what differs from other models, in prefill and a decode step
+            way = Key(128, TokenSampler.PLAIN, False, 0, 0, False)
+            with torch.no_grad():
+                engine.prefill.run_chunks([PrefillChunk([0] * 16, [0], 0, 16)], [15])
+                engine.decoder.decode_step(128, way.kind, False, engine.graphs.rows_by(way))
+        else:
+            compile_kernels(engine, 256)
         PolicyTrainer(model, TrainerConfig(), 1).compile_kernels()
 
 
