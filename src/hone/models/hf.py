@@ -92,9 +92,7 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 
 def _load_stored(model: LanguageModel, directory: Path) -> None:
     """Load weights from a directory, in whatever form its files have them."""
-    wanted = dict(hf_tensors(model))
-    if model.spec.routed_experts:
-        wanted = dict(hf_tensors(model, _stores_whole_experts(model.spec, directory)))
+    wanted = dict(hf_tensors(model, _stores_whole_experts(model.spec, directory)))
     stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
     if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
@@ -338,6 +336,8 @@ def hf_tensors(
 
 def _stores_whole_experts(spec: ModelSpec, directory: Path) -> bool:
     """Return True if the files have one tensor for the weights of all experts of a layer."""
+    if not spec.routed_experts:
+        return False
     wholes = {spec.fused_name(ours) for ours in hf_names(spec)} - {None}
     stored = list_stored(directory)
     return any(name in stored for whole in wholes if whole for name in _spell_in_whole(whole))
@@ -373,8 +373,7 @@ def write_model(
     """
     write_description(source, directory, next(model.parameters()).dtype, with_text, chat_template)
     has_files = any(source.glob("*.safetensors"))
-    is_whole = bool(model.spec.routed_experts) and has_files
-    is_whole = is_whole and _stores_whole_experts(model.spec, source)
+    is_whole = has_files and _stores_whole_experts(model.spec, source)
     tensors = dict(hf_tensors(model, is_whole))
     if not model.spec.is_text_part:
         tensors = model.convert_for_files(tensors)
