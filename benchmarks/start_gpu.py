@@ -18,7 +18,7 @@ from pathlib import Path
 
 from generate_gpu import STORED, write_model
 from model_shapes import TINY
-from peer import finish
+from peer import finish, with_tasks
 
 HONE = (sys.executable, "-P", "-m", "hone")
 LIMIT_SECONDS = 120
@@ -62,7 +62,8 @@ def end_with_stacks(pid: int) -> None:
 
 
 def seconds_of_evaluation(model: Path, logs: Path, environment: dict[str, str]) -> float:
-    words = ["vf-eval", "reverse-text", "-m", str(model), "-n", "2", "-r", "1", "-t", "1"]
+    words = ["vf-eval", "any_digits", "-a", '{"texts": "generated"}', "-m", str(model)]
+    words += ["-n", "2", "-r", "1", "-t", "1"]
     start = time.perf_counter()
     with logs.open("w") as log:
         done = subprocess.run([*HONE, *words], env=environment, stdout=log, stderr=log)
@@ -84,7 +85,7 @@ def main() -> None:
         for file in TINY.iterdir():
             if file.name != "config.json":
                 (model / file.name).write_bytes(file.read_bytes())
-        environment = os.environ | {"TRITON_CACHE_DIR": str(home / "kernels")}
+        environment = with_tasks() | {"TRITON_CACHE_DIR": str(home / "kernels")}
         environment |= {"PYTHONFAULTHANDLER": "1"}
         words = ["--model.name", str(model), "--max-model-len", "2048"]
         figures = {

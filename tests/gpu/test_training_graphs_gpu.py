@@ -8,6 +8,7 @@ import torch
 from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
+from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
@@ -65,9 +66,13 @@ def test_captured_steps_are_those_without_graphs(config, rank):
         if not has_graphs:
             trainer.graphs = None
         draw = torch.Generator().manual_seed(1)
+        # A pass whose graph is alive, as that of the micro-batch before in `sft`.
+        tokens_T = torch.arange(20, device="cuda")
+        kept = model(tokens_T, tokens_T, PackedAttention([20], "cuda")).sum()
         rows = [trainer.step(draw_batch(step, draw)) for step in range(1, 9)]
         if has_graphs:
             assert trainer.graphs.captured
+        assert kept.grad_fn is not None
         weights = torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
         found.append((rows, weights))
     (rows, weights), (again, same), (plain, other) = found

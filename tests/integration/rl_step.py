@@ -1,6 +1,7 @@
 """Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py.
 
-usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig, and family="qwen3_5" for layers with the gated delta rule
+usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig, and family="qwen3_5" for layers with the gated delta rule,
+"qwen3_moe" for experts
 """
 
 import json
@@ -12,6 +13,7 @@ import torch
 
 from hone.config.rl_config import TrainerConfig
 from hone.models.families import parse_model_config
+from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
@@ -31,7 +33,7 @@ DELTA = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
     "head_dim": 16,
-    "linear_num_key_heads": 1,
+    "linear_num_key_heads": 2,
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
@@ -39,11 +41,13 @@ DELTA = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
-plain = ModelSpec(
-    40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False
-)
-is_delta = given.pop("family", "qwen3") == "qwen3_5"
-model = Transformer(parse_model_config(DELTA) if is_delta else plain)
+SIZES = (40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
+SPECS = {
+    "qwen3": ModelSpec(*SIZES),
+    "qwen3_5": parse_model_config(DELTA),
+    "qwen3_moe": Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True),
+}
+model = Transformer(SPECS[given.pop("family", "qwen3")])
 model.init_weights(torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 samples = []
@@ -67,6 +71,11 @@ for step in (1, 2):
     values |= {
         f"{step}/{name}": value for name, value in trainer.step(Batch(step, samples)).items()
     }
+# What the files of all ranks have of the second step's tokens.
+own = trainer.trained
+sums = [0.0, 0.0] if own is None else [float(len(own.logprobs)), float(own.logprobs.sum())]
+count, total = ranks.sum_over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
+values |= {"trained/count": count, "trained/logprobs": total}
 export = Export(model, ranks, torch.float32)()
 if export is not None:
     values |= {f"weights/{name}": float(p.detach().norm()) for name, p in export.named_parameters()}

@@ -493,9 +493,11 @@ def test_two_ranks_have_the_losses_of_one(tmp_path):
     ]
     command("sft", *words, tmp_path / "one")
     torchrun("--local-ranks-filter", 0, "src/hone/trainer/sft/train.py", *words, tmp_path / "two")
-    ranked("src/hone/trainer/sft/train.py", *words, tmp_path / "parts", "--sharding", "full")
+    script = "src/hone/trainer/sft/train.py"
+    ranked(script, *words, tmp_path / "parts", "--sharding", "full")
+    ranked(script, *words, tmp_path / "tokens", "--context-parallel", 2)
     one, *others = (
-        metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two", "parts")
+        metrics(tmp_path / name, "metrics_sft.jsonl") for name in ("one", "two", "parts", "tokens")
     )
     for name in ("loss/mean", "val/loss", "optim/grad_norm"):
         values = [row[name] for row in one if name in row]
@@ -560,6 +562,32 @@ def test_ranks_take_the_rl_step_of_one(optimizer, family, tmp_path):
         if not name.startswith(("time/", "perf/")):
             assert two[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name
             assert parts[name] == pytest.approx(one[name], rel=limit, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", ["context_parallel=2"]),
+        ("qwen3_5", ["context_parallel=2"]),
+        ("qwen3_moe", ["expert_parallel=true"]),
+        ("qwen3_moe", ["expert_parallel=true", "context_parallel=2", 'lora={"rank":4}']),
+    ],
+)
+def test_ranks_divide_tokens_and_experts(family, options, tmp_path):
+    """Two or four ranks take the step of one; with LoRA, adapters of experts are divided too."""
+    script = ROOT / "tests" / "integration" / "rl_step.py"
+    common = [f'family="{family}"', 'loss={"kl_beta":0.1}', *[x for x in options if "lora" in x]]
+    divided = [x for x in options if "lora" not in x]
+    command("python", script, tmp_path / "one.json", *common)
+    one = json.loads((tmp_path / "one.json").read_text())
+    for ranks in (2, 4):
+        file = tmp_path / f"{ranks}.json"
+        ranked(script, file, *common, *divided, ranks=ranks)
+        found = json.loads(file.read_text())
+        assert found["ranks"] == ranks
+        for name in set(one) - {"ranks"}:
+            if not name.startswith(("time/", "perf/")):
+                assert found[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
 
 
 def test_ranks_with_parts_train_an_adapter_in_half_precision(tmp_path):

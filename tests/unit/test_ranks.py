@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 import torch
 
+from hone.config.rl_config import TrainerConfig
+from hone.models.families import parse_model_config
+from hone.models.families.qwen3_moe import Qwen3Moe
+from hone.models.spec import ModelSpec, make_plain_layers
+from hone.models.transformer import Transformer
+from hone.trainer.context_parallel import check_heads
 from hone.trainer.packing import share_by_prompt
 from hone.trainer.ranks import Ranks
+from hone.trainer.rl.trainer import PolicyTrainer
+from hone.trainer.sharding import shard_model
+
+SIZES = (40, 32, 48, 2, 6, 3, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -44,3 +54,56 @@ def test_alone_nothing_is_sent():
     )
     ranks.barrier()
     ranks.leave_ranks()
+
+
+def test_neighbours_have_one_share():
+    costs = [5, 4, 3, 2, 1, 1]
+    shares = [Ranks(rank, 4, 2).own_share(range(6), costs) for rank in range(4)]
+    assert shares[0] == shares[1] and shares[2] == shares[3]
+    assert sorted(shares[0] + shares[2]) == list(range(6))
+    with pytest.raises(ValueError, match="context_parallel 2: there are 3 trainer processes"):
+        Ranks(0, 3).with_context(2)
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_name():
+    check_heads(ModelSpec(*SIZES), 3)
+    check_heads(ModelSpec(*SIZES), 6)  # key/value heads are repeated
+    with pytest.raises(ValueError, match="context_parallel 4: the model's 6 query heads"):
+        check_heads(ModelSpec(*SIZES), 4)
+    with pytest.raises(ValueError, match="context_parallel 2: the model has 3 key/value heads"):
+        check_heads(ModelSpec(*SIZES), 2)
+    delta = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 3,
+        "linear_num_value_heads": 6,
+        "vocab_size": 40,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "head_dim": 16,
+        "max_position_embeddings": 64,
+    }
+    with pytest.raises(ValueError, match="the model's 3 key heads of the delta rule"):
+        check_heads(parse_model_config(delta), 2)
+
+
+def test_experts_that_cannot_be_divided_are_refused_by_name():
+    dense = Transformer(ModelSpec(*SIZES))
+    with pytest.raises(ValueError, match="expert_parallel: this model is not a mixture of experts"):
+        shard_model(dense, Ranks(0, 2), "auto", expert_parallel=True)
+    mixture = Transformer(Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True))
+    with pytest.raises(ValueError, match="3 trainer processes; the model's 4 experts"):
+        shard_model(mixture, Ranks(0, 3), "auto", expert_parallel=True)
+    with pytest.raises(ValueError, match="expert_parallel: sharding none"):
+        shard_model(mixture, Ranks(0, 2), "none", expert_parallel=True)
+    shard_model(mixture, Ranks(), "auto", expert_parallel=True)  # one process has all experts
+    assert all(layer.ranks is None for layer in mixture.expert_layers)
+
+
+def test_one_process_does_not_divide_tokens():
+    config = TrainerConfig.model_validate({"context_parallel": 2})
+    with pytest.raises(ValueError, match="context_parallel 2: there are 1 trainer processes"):
+        PolicyTrainer(Transformer(ModelSpec(*SIZES)), config, max_steps=1)

@@ -577,10 +577,15 @@ def _convert_memory(conversion: Conversion) -> None:
     if tokens is not MISSING:
         key = "trainer.micro_batch_tokens"
         conversion.change("trainer.model.seq_len", tokens, key, tokens, "tokens that are packed")
-    for name in ("cp", "ep", "dp_replicate"):
-        if conversion.source_value(f"trainer.model.{name}") in (1, "auto"):
-            value = conversion.take(f"trainer.model.{name}")
-            conversion.note("not needed", f"trainer.model.{name}", value, why="it is the default")
+    for name, key in (("cp", "context_parallel"), ("ep", "expert_parallel"), ("dp_replicate", "")):
+        ranks = conversion.source_value(f"trainer.model.{name}")
+        if ranks in (1, "auto"):
+            conversion.take(f"trainer.model.{name}")
+            conversion.note("not needed", f"trainer.model.{name}", ranks, why="it is the default")
+        elif key and ranks is not MISSING:
+            conversion.take(f"trainer.model.{name}")
+            value = True if name == "ep" else ranks
+            conversion.change(f"trainer.model.{name}", ranks, f"trainer.{key}", value)
     for at in ("trainer.model", "model", "orchestrator.model", "inference.model", "inference.vllm"):
         trusts = conversion.take(f"{at}.trust_remote_code")
         if trusts is True:

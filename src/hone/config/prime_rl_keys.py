@@ -201,8 +201,6 @@ LOST = {
     "dry_run": "rl @ FILE --dry-run",
     "tokenizer.name": "the tokenizer is the model's; put it into the model's directory",
     "model.vlm": "the text part of a model with vision is trained",
-    "trainer.model.cp": "sequences are not divided among GPUs",
-    "trainer.model.ep": "experts are not divided among GPUs",
     "trainer.model.quantization": "trainer.lora.base_bits = 8 stores the base in 8 bits",
     "trainer.model.debug": "give a config.json of the size that you want",
     "trainer.data": "rl --bench.sequences N trains on random sequences",

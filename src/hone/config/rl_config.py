@@ -55,7 +55,15 @@ class TrainerConfig(Config):
     with the trainer's numbers. The metric routing/differs is the share that the trainer would have sent elsewhere."""
     sharding: Free[Sharding] = "auto"
     """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
-    (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
+    (FSDP2), none stores all in each; auto is full on GPUs, and on CPUs where context_parallel or expert_parallel
+    divides the work."""
+    context_parallel: Free[Positive] = 1
+    """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
+    fit one GPU. Attention divides heads instead, so that the model's numbers of heads must be multiples; losses that
+    compare whole sequences are refused."""
+    expert_parallel: Free[bool] = False
+    """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
+    gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""
     on_bad_step: Free[OnBadStep] = "stop"
     """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that
     step. Either way the worst samples are written to bad_steps/."""

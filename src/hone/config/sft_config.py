@@ -141,7 +141,15 @@ class SFTConfig(ResumableConfig):
     given, for example --dpo.beta 0.1. The two answers of a pair share a row of seq_len tokens."""
     sharding: Free[Sharding] = "auto"
     """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
-    (FSDP2), none stores all in each; auto is full on GPUs and none on CPUs."""
+    (FSDP2), none stores all in each; auto is full on GPUs, and on CPUs where context_parallel or expert_parallel
+    divides the work."""
+    context_parallel: Free[Positive] = 1
+    """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
+    fit one GPU. Attention divides heads instead, so that the model's numbers of heads must be multiples; losses that
+    compare whole sequences are refused."""
+    expert_parallel: Free[bool] = False
+    """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
+    gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""
     weights: Free[WeightsConfig] = WeightsConfig()
 
     @property
@@ -153,6 +161,8 @@ class SFTConfig(ResumableConfig):
     def _batch_divides(self) -> "SFTConfig":
         if self.data.streaming and self.max_steps is None:
             raise ValueError("data.streaming has no end: give max_steps")
+        if self.dpo and self.context_parallel > 1:
+            raise ValueError("context_parallel: dpo compares whole answers; take 1")
         if self.dpo and self.data.fake:
             raise ValueError("data.fake has no pairs for dpo: give data.name")
         micro = self.data.micro_batch_size

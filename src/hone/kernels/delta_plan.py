@@ -3,7 +3,7 @@
 Shapes as there: T tokens, N sequences, M chunks, V value heads, E key size, F value size, C channels.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -46,11 +46,26 @@ class DeltaHeads:
         parts = projected_TO.split(self.shape.projection_rows, 1)
         return parts[0], parts[1], parts[2], parts[3]
 
+    def divide(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the parts of the channels of q, of k and of v, which are along `dim`."""
+        keys = self.shape.key_heads * self.shape.key_size
+        q, k, v = x.split([keys, keys, self.shape.outputs], dim)
+        return q, k, v
+
+    def take_part(self, count: int, index: int) -> "DeltaHeads":
+        """Return part `index` of the heads, divided into `count` equal parts."""
+        shape = self.shape
+        own = replace(
+            shape, key_heads=shape.key_heads // count, value_heads=shape.value_heads // count
+        )
+        conv_C1W = torch.cat([x.chunk(count)[index] for x in self.divide(self.conv_C1W, 0)])
+        decay_V, bias_V = (x.chunk(count)[index] for x in (self.decay_V, self.bias_V))
+        return DeltaHeads(own, conv_C1W, decay_V, bias_V, self.norm_F, self.eps)
+
     def split_channels(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k (T x K x E) and v (T x V x F)."""
         shape = self.shape
-        keys = shape.key_heads * shape.key_size
-        q, k, v = mixed_TC.split([keys, keys, shape.value_heads * shape.value_size], 1)
+        q, k, v = self.divide(mixed_TC, 1)
         of_key, of_value = (shape.key_heads, shape.key_size), (shape.value_heads, shape.value_size)
         return q.unflatten(1, of_key), k.unflatten(1, of_key), v.unflatten(1, of_value)
 

@@ -332,6 +332,17 @@ class PackedAttention(FlatAttention):
         rows = np.stack([start, length, prefix, before], axis=1)
         super().__init__(Sequences(rows, np.concatenate([[0], ends])), device)
 
+    def with_padding(self, tokens: int) -> "PackedAttention":
+        """Return this attention with a further sequence, of padding, behind the others."""
+        if not tokens:
+            return self
+        padded = PackedAttention.__new__(PackedAttention)
+        rows = np.concatenate([self.sequences.rows, [[self.count, tokens, 0, 0]]])
+        groups = np.append(self.sequences.groups, len(rows))
+        padded.count = self.count + tokens
+        FlatAttention.__init__(padded, Sequences(rows, groups), self.device)
+        return padded
+
     def token_positions(self) -> Tensor:
         """Return each token's position in its sequence; completions continue their prompt."""
         start, length, _, before = self.sequences.rows.T

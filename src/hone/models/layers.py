@@ -18,6 +18,7 @@ from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm, normalize_projections
 from hone.kernels.swiglu import geglu, swiglu
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
+from hone.models.expert_parallel import ExpertRanks, local_part
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.mixers import Mixer
 from hone.models.spec import ModelSpec
@@ -286,11 +287,15 @@ class Experts(nn.Module):
 
     All tokens use the shared expert, if there is one (Qwen3.5). Weights of all experts are stacked:
     gate_up (E2F x D), down (ED x F).
+
+    Attributes:
+        ranks: ranks among which the experts are divided; None: this process has all of them.
     """
 
     def __init__(self, spec: Qwen3Moe) -> None:
         super().__init__()
         self.spec = spec
+        self.ranks: ExpertRanks | None = None
         self.shared: MLP | None = None  # shared expert, times sigmoid(shared_gate x)
         if spec.shared_size:
             self.shared = MLP(spec, spec.shared_size)
@@ -315,9 +320,10 @@ class Experts(nn.Module):
 
     def _mix_experts(self, x_TD: Tensor) -> Tensor:
         K = self.spec.experts_per_token
-        weights = (self.gate_up.weight_EOI, self.down.weight_EOI)
+        weights = (self.gate_up.stack_weights(x_TD.dtype), self.down.stack_weights(x_TD.dtype))
         deltas = (self.gate_up.delta, self.down.delta)
-        if gpu.takes(x_TD) and self.given_TK is None and deltas == (None, None):
+        is_plain = self.given_TK is None and deltas == (None, None) and self.ranks is None
+        if gpu.takes(x_TD) and is_plain:
             parts_KTD, self.chosen_TK = decode_experts(
                 x_TD, self.router.weight, *weights, K, self.spec.normalizes
             )
@@ -332,7 +338,8 @@ class Experts(nn.Module):
         self.chosen_TK = expert_TK
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        return multiply_experts(x_TD, *weights, weight_TK, expert_TK, *deltas)
+        multiply = multiply_experts if self.ranks is None else self.ranks.multiply_experts
+        return multiply(x_TD, *weights, weight_TK, expert_TK, *deltas)
 
 
 class ExpertLinear(Linear):
@@ -349,10 +356,10 @@ class ExpertLinear(Linear):
         super().__init__(inputs, experts * outputs)
         self.experts = experts
 
-    @property
-    def weight_EOI(self) -> Tensor:
-        """Return the weight as experts x outputs x inputs."""
-        return self.weight.view(self.experts, -1, self.weight.shape[1])
+    def stack_weights(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights of this rank's experts as experts x outputs x inputs."""
+        outputs = len(self.weight) // self.experts
+        return local_part(self.weight).to(dtype).view(-1, outputs, self.weight.shape[1])
 
     def forward(self, x_MI: Tensor) -> Tensor:
         raise TypeError("the products of experts are computed together, by Experts")

@@ -27,6 +27,7 @@ from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.dithering import dither_, dither_each_
 from hone.models.eight_bit import quantize_blocks
+from hone.models.expert_parallel import local_part
 from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
 from hone.models.layers import ExpertLinear, Linear
@@ -145,22 +146,23 @@ class ExpertLoRA(LoRA):
         """
         if not self.is_plain and torch.is_grad_enabled():
             x_MI = F.dropout(x_MI, self.config.dropout)
-        a_ERI, b_EOR = self._stacked_factors()
+        a_ERI, b_EOR = self._stacked_factors(x_MI.dtype)
         return multiply_groups(multiply_groups(x_MI, a_ERI, counts_E), b_EOR, counts_E)
 
-    def _stacked_factors(self) -> tuple[Tensor, Tensor]:
+    def _stacked_factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return A (E x R x I) and the block-diagonal B (E x O x R, with the scale) of the experts.
 
-        R is rounded up, as torch's grouped product needs it.
+        They are those of this rank's experts. R is rounded up, as torch's grouped product needs it.
         """
-        E = self.experts
         rank = self.config.rank
         width = -(-rank * sum(self.adapted) // RANK_MULTIPLE) * RANK_MULTIPLE
-        a_ERI = self.A.view(E, -1, self.A.shape[1])
+        A, B = (local_part(x).to(dtype) for x in (self.A, self.B))
+        a_ERI = A.view(-1, rank * sum(self.adapted), A.shape[1])
+        E = len(a_ERI)
         a_ERI = F.pad(a_ERI, (0, 0, 0, width - a_ERI.shape[1]))
         height = next(iter(self.heights.values()))
-        blocks = (self.B * self.config.scale).view(E, -1, height, rank).unbind(1)
-        wide = [self.B.new_zeros(E, height, width)] * len(self.adapted)
+        blocks = (B * self.config.scale).view(E, -1, height, rank).unbind(1)
+        wide = [B.new_zeros(E, height, width)] * len(self.adapted)
         places = [i for i, is_adapted in enumerate(self.adapted) if is_adapted]
         for i, (place, block) in enumerate(zip(places, blocks, strict=True)):
             wide[place] = F.pad(block, (i * rank, width - (i + 1) * rank))

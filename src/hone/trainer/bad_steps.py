@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from hone.models.expert_parallel import local_part
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
-from hone.trainer.sharding import local_part
 
 SHOWN_SEQUENCES = 8  # sequences that are written
 
@@ -72,7 +72,7 @@ def handle_bad_step(
             sequences.backward(i)
             norms.append(
                 optimizer.gradient_norm(optimizer.local_gradients())
-                / (ranks.count if optimizer.is_sharded else 1)
+                / (ranks.shares if optimizer.is_sharded else 1)
             )
     optimizer.clear_gradients()
     if not ranks.is_first:

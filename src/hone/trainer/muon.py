@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hone.kernels.orthogonal import orthogonal
-from hone.trainer.sharding import as_part_of, gather_whole, local_part, part_of
+from hone.models.expert_parallel import local_part
+from hone.trainer.sharding import as_part_of, gather_whole, part_of
 
 MUON_MOMENTUM = 0.95
 AT_ONCE = 16  # parameters per step, since their updates are in memory together

@@ -15,11 +15,12 @@ from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.config.sft_config import SFTConfig
 from hone.kernels import adamw
 from hone.kernels.pinned_memory import brought, reachable_zeros
+from hone.models.expert_parallel import local_part
 from hone.models.hf import split_rows
 from hone.models.language_model import LanguageModel
 from hone.trainer import muon
 from hone.trainer.ranks import Ranks
-from hone.trainer.sharding import is_sharded, local_part
+from hone.trainer.sharding import is_sharded
 
 HALF = (torch.bfloat16, torch.float16)
 log = logging.getLogger("hone")

@@ -24,16 +24,28 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from hone.kernels.flat_attention import Sequences
 from hone.kernels.head import Loss, head_logprobs, head_loss
 from hone.kernels.pinned_memory import to_device
 from hone.kernels.row_gather import take_rows
 from hone.models.attention_layouts import PackedAttention
 from hone.models.language_model import LanguageModel
+from hone.models.layers import Attention
 from hone.models.spec import ModelSpec
 from hone.trainer.ranks import Ranks
 
 Ids = Sequence[int] | NDArray[np.int64]
 Mask = Sequence[bool] | NDArray[np.bool_]
+
+
+class SequenceAttention(Attention, Protocol):
+    """Attention that knows the sequences of a micro-batch."""
+
+    sequences: Sequences
+
+    def token_positions(self) -> Tensor:
+        """Return each token's position in its sequence."""
+        ...
 
 
 class SmallPasses(Protocol):
@@ -52,11 +64,12 @@ class SmallPasses(Protocol):
 class Packed:
     """A micro-batch: T input tokens, N target tokens, and the K inputs that predict the targets.
 
-    Targets are in the order of their sequences. K < N if one input, the end of a shared prompt,
-    predicts a target of several sequences.
+    Or a rank's part of one, whose attention knows the other tokens too. Targets are in the order of
+    their sequences. K < N if one input, the end of a shared prompt, predicts a target of several
+    sequences.
     """
 
-    attention: PackedAttention
+    attention: SequenceAttention
     tokens_T: Tensor
     keep_K: Tensor  # the rows of T that predict a target, each once
     row_N: Tensor | None  # kept row that predicts each target; None if they correspond one to one
@@ -65,7 +78,7 @@ class Packed:
     source_T: np.ndarray  # index of each input token in all sequences end to end
     source_N: np.ndarray  # likewise of each target
     count: int  # number of sequences
-    graphs: "SmallPasses | None" = None
+    graphs: SmallPasses | None = None
 
     def target_hidden(self, model: LanguageModel) -> Tensor:
         """Return the hidden states that predict the targets, N x D.
@@ -278,7 +291,7 @@ def share_by_prompt(
     best = list(range(len(lengths)))
     least = math.inf
     pieces = 1
-    while ranks.count > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
+    while ranks.shares > 1 and pieces < 2 * max(map(len, groups.values()), default=0):
         parts = [
             group[k::pieces] for group in groups.values() for k in range(min(pieces, len(group)))
         ]

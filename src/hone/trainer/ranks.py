@@ -3,7 +3,8 @@
     batch ─ shares of like cost ─► rank 0 … n - 1: forward, backward ─ sum of gradients ─► the same step on all
 
 Each rank has a share of the sequences, and the whole model or a part of every weight
-(`sharding.py`).
+(`sharding.py`). Neighbouring ranks may have a share together and divide its tokens
+(`context_parallel.py`).
 
 Losses are weighted over the whole batch, so sums over ranks equal the result of one process. Only
 the first rank writes files. Ranks exchange only tensors.
@@ -12,7 +13,7 @@ the first rank writes files. Ranks exchange only tensors.
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,8 +27,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
+    """This process among all that train a model.
+
+    Attributes:
+        context: number of neighbouring ranks that have one share of the sequences together.
+    """
+
     rank: int = 0
     count: int = 1
+    context: int = 1
 
     @staticmethod
     def join_ranks(timeout: float) -> "Ranks":
@@ -49,6 +57,24 @@ class Ranks:
         if not ranks.is_first:
             logging.getLogger("hone").setLevel(logging.ERROR)
         return ranks
+
+    def with_context(self, context: int) -> "Ranks":
+        """Return these ranks with groups of `context`. Raises ValueError if they do not divide evenly."""
+        if self.count % context:
+            raise ValueError(
+                f"context_parallel {context}: there are {self.count} trainer processes, and their "
+                f"number must be a multiple (torchrun --nproc-per-node {context})"
+            )
+        return replace(self, context=context)
+
+    @property
+    def shares(self) -> int:
+        """Return the number of shares of the sequences."""
+        return self.count // self.context
+
+    @property
+    def own_share_index(self) -> int:
+        return self.rank // self.context
 
     @property
     def is_first(self) -> bool:
@@ -77,16 +103,16 @@ class Ranks:
         return [items[i] for i in self.balanced_shares(costs)[0]]
 
     def balanced_shares(self, costs: Sequence[float]) -> tuple[list[int], float]:
-        """Return this rank's item indices, and the total cost of the busiest rank.
+        """Return this rank's item indices, and the total cost of the largest share.
 
-        Items are assigned by decreasing cost, each to the rank with the least so far.
+        Items are assigned by decreasing cost, each to the share with the least so far.
         """
-        loads = [0.0] * self.count
+        loads = [0.0] * self.shares
         mine = []
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-            rank = loads.index(min(loads))
-            loads[rank] += costs[i]
-            if rank == self.rank:
+            share = loads.index(min(loads))
+            loads[share] += costs[i]
+            if share == self.own_share_index:
                 mine.append(i)
         return sorted(mine), max(loads)
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.config.lora_config import LoRAConfig
 from hone.config.sections import Sharding
+from hone.models.expert_parallel import ExpertRanks
 from hone.models.hf import find_weight, hf_names, model_class, write_model
 from hone.models.language_model import LanguageModel
 from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter
@@ -23,13 +24,23 @@ from hone.run_directory import appearing_directory
 from hone.trainer.ranks import Ranks
 
 
-def shard_model(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
+def shard_model(
+    model: LanguageModel, ranks: Ranks, sharding: Sharding, expert_parallel: bool = False
+) -> None:
     """Shard the model over the ranks, if there are several and the configuration asks for it.
 
-    "auto" shards on GPUs only.
+    "auto" shards on GPUs, and where tokens or experts are divided among ranks. With
+    `expert_parallel` each rank keeps its own experts, and the others' are not gathered for a pass.
+    Raises ValueError for models and numbers of ranks that do not allow this.
     """
     device = model.embed.weight.device
-    if ranks.count == 1 or sharding == "none" or (sharding == "auto" and device.type == "cpu"):
+    if expert_parallel:
+        _check_experts(model, ranks, sharding)
+    is_divided = expert_parallel or ranks.context > 1
+    is_whole = sharding == "none" or (
+        sharding == "auto" and device.type == "cpu" and not is_divided
+    )
+    if ranks.count == 1 or is_whole:
         return
     if model.spec.implementation != "hone":
         raise ValueError(
@@ -41,25 +52,59 @@ def shard_model(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
     dtype = model.embed.weight.dtype
     mesh = init_device_mesh(device.type, (ranks.count,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    # The optimizer's fp32 masters; values beside adapters keep their dtype.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
+    own = _divide_experts(model, mesh, ranks) if expert_parallel else set()
     # The last part is what the blocks left: embedding, final norm, head.
     for part in (*model.blocks, model):
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+        # The optimizer's fp32 masters. Earlier parts are shards already, so that no more than one
+        # part is whole in fp32 at a time.
+        for parameter in set(part.parameters()) - own:
+            if not hasattr(parameter, "to_local"):
+                parameter.data = parameter.data.float()
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=own)
         # Losses are shares of the whole batch's, so gradients are summed, not averaged.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)  # Gloo supports only sums
 
 
+def _check_experts(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
+    """Raise ValueError if the model's experts cannot be divided among the ranks."""
+    experts = getattr(model.spec, "experts", 0)
+    if not experts or model.spec.implementation != "hone":
+        raise ValueError(
+            "expert_parallel: this model is not a mixture of experts on Hone's own implementation"
+        )
+    if ranks.count > 1 and sharding == "none":
+        raise ValueError(
+            "expert_parallel: sharding none keeps the whole model in each process; take full"
+        )
+    if experts % ranks.count:
+        raise ValueError(
+            f"expert_parallel: {ranks.count} trainer processes; the model's {experts} experts are divided "
+            "evenly, so their number must be a multiple"
+        )
+
+
+def _divide_experts(model: LanguageModel, mesh: Any, ranks: Ranks) -> set[nn.Parameter]:
+    """Shard the weights and adapters of experts by experts; return these parameters."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    found = set()
+    for mixture in model.expert_layers:
+        mixture.ranks = ExpertRanks(ranks.count)
+        for linear in (mixture.gate_up, mixture.down):
+            for module in linear.modules():
+                for name, parameter in [*module.named_parameters(recurse=False)]:
+                    # Only what is trained needs fp32; the rest keeps its dtype.
+                    whole = parameter.data.float() if parameter.requires_grad else parameter.data
+                    part = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+                    own = nn.Parameter(part, requires_grad=parameter.requires_grad)
+                    setattr(module, name, own)
+                    found.add(own)
+    return found
+
+
 def is_sharded(model: LanguageModel) -> bool:
     return hasattr(model, "reshard")
-
-
-def local_part(x: Tensor) -> Tensor:
-    """Return this rank's part of a tensor without a copy; all of it if it is not sharded."""
-    part: Tensor = x.to_local() if hasattr(x, "to_local") else x
-    return part
 
 
 def gather_whole(x: Tensor) -> Tensor:

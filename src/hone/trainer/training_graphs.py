@@ -9,13 +9,15 @@ captured when a rounded shape occurs for the second time. Padding tokens are seq
 without targets. The first pass of a shape is padded too, so that it has the bits of later ones.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from hone.kernels import numerics
 from hone.kernels.gpu import power_of_2, trains_model
@@ -77,7 +79,7 @@ class TrainingGraphs:
 
     def __init__(self, model: LanguageModel) -> None:
         self.model = model
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self.inputs: dict[Shape, PassInputs] = {}
         self.captured: dict[Shape, Graphs] = {}
         self._pool: Any = None
@@ -139,9 +141,9 @@ class TrainingGraphs:
         return self.model(inputs.tokens_T, inputs.positions_T, inputs.attention)
 
     def _capture_pass(self, inputs: PassInputs) -> Graphs:
-        def differentiate(hidden_TD: Tensor, grad_TD: Tensor) -> None:
+        def differentiate(hidden_TD: Tensor, grad_TD: Tensor, leaves: list[Tensor]) -> None:
             end = _End.apply(hidden_TD, grad_TD)  # type: ignore[no-untyped-call]
-            found = torch.autograd.grad(end, self.parameters, allow_unused=True)
+            found = torch.autograd.grad(end, leaves, allow_unused=True)
             for own, grad in zip(self._grads, found, strict=True):
                 own.zero_() if grad is None else own.copy_(grad)
 
@@ -149,19 +151,43 @@ class TrainingGraphs:
         self._grads = self._grads or [torch.empty_like(p) for p in self.parameters]
         hidden_TD = self._run_model(inputs)  # compiles what these shapes need
         grad_TD = torch.zeros_like(hidden_TD)
-        differentiate(hidden_TD, grad_TD)
+        differentiate(hidden_TD, grad_TD, self.parameters)
         del hidden_TD
         torch.cuda.synchronize()
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: checkpoints are written in theirs.
         mode = "thread_local"
-        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode=mode):
-            hidden_TD = self._run_model(inputs)
-        self._pool = self._pool or forward.pool()
-        with torch.cuda.graph(backward, pool=self._pool, capture_error_mode=mode):
-            differentiate(hidden_TD, grad_TD)
+        with self._fresh_leaves() as leaves:
+            with torch.cuda.graph(forward, pool=self._pool, capture_error_mode=mode):
+                hidden_TD = self._run_model(inputs)
+            self._pool = self._pool or forward.pool()
+            with torch.cuda.graph(backward, pool=self._pool, capture_error_mode=mode):
+                differentiate(hidden_TD, grad_TD, leaves)
         # Without its history, so that later captures reuse the memory of this one's activations
         return Graphs(forward, backward, hidden_TD.detach(), grad_TD)
+
+    @contextmanager
+    def _fresh_leaves(self) -> Iterator[list[Tensor]]:
+        """Replace the trained parameters by aliases of them, and yield these.
+
+        While the graph of an earlier pass is alive, autograd adds the gradients of its parameters
+        on that pass's stream, for which a capture cannot wait.
+        """
+        aliases = [nn.Parameter(p.detach()) for p in self.parameters]
+        alias_of = {id(p): alias for p, alias in zip(self.parameters, aliases, strict=True)}
+        replaced = [
+            (module, name, parameter)
+            for module in self.model.modules()
+            for name, parameter in module.named_parameters(recurse=False)
+            if id(parameter) in alias_of
+        ]
+        for module, name, parameter in replaced:
+            setattr(module, name, alias_of[id(parameter)])
+        try:
+            yield [*aliases]
+        finally:
+            for module, name, parameter in replaced:
+                setattr(module, name, parameter)
 
     def _keep_earlier_gradients(self) -> None:
         """Copy gradients that are still in the graphs' own tensors, which will be written again."""

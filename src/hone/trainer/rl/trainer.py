@@ -24,6 +24,7 @@ from hone.models.lora import add_lora, seed_dropout
 from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
+from hone.trainer.context_parallel import ContextGroup
 from hone.trainer.loss import (
     Loss,
     compute_reference_logprobs,
@@ -51,9 +52,10 @@ from hone.transport.trained_tokens import Trained
 
 REHEARSAL_TOKENS = 96  # tokens of a prompt and of a completion: more than one tile of attention
 REHEARSAL_GROUP_SIZE = 16
-# So many numbers of a micro-batch, where others are of its tokens
 # Values of which a micro-batch has so many numbers; others have one per target token.
 SUMS = {"routing": 2, "differs": 1}
+# Values that files have of all targets of a sample; ranks that divide a micro-batch gather them.
+BY_TARGET = ("logprobs", "is_masked")
 Values = dict[str, list[torch.Tensor]]  # of the micro-batches so far, by metric
 
 
@@ -72,7 +74,7 @@ class PolicyTrainer:
         self.config = config
         self.max_steps = max_steps
         self.bad_steps = bad_steps
-        self.ranks = ranks
+        self.ranks = ranks.with_context(config.context_parallel)
         self.seed = seed
         self.device = model.embed.weight.device
         # Not on a GPU without the Triton kernels: torch's padded, masked attention costs more than sharing saves.
@@ -84,6 +86,12 @@ class PolicyTrainer:
             env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()
         }
         self.losses = [self.loss, *self.loss_of.values()]
+        self.context = ContextGroup.join_group(self.ranks, model.spec)
+        if self.context is not None and any("whole_sequences" in x.needs for x in self.losses):
+            raise ValueError(
+                "trainer.context_parallel: this loss needs all tokens of a sequence in one process; "
+                "take 1, or a loss by tokens (trainer.loss.ratio_type token)"
+            )
         lora = config.lora
         if config.replay_routing and not model.spec.routed_experts:
             raise ValueError("trainer.replay_routing: this model is not a mixture of experts")
@@ -99,13 +107,14 @@ class PolicyTrainer:
         )
         self.reference = copy.deepcopy(model).requires_grad_(False) if keeps else None
         for part in filter(None, (model, self.reference)):
-            shard_model(part, ranks, config.sharding)
-        self.optimizer = Optimizer(model, config.optim, ranks)
+            shard_model(part, self.ranks, config.sharding, config.expert_parallel)
+        self.optimizer = Optimizer(model, config.optim, self.ranks)
         model.recomputes = config.activation_checkpointing is True
         sizes = (model.spec, model.embed.weight.dtype.itemsize, model.recomputes)
         self.micro_batch_tokens = config.micro_batch_tokens or micro_batch_tokens(
             *sizes, total_bytes(self.device)
         )
+        self.micro_batch_tokens *= self.ranks.context
         self.graphs = TrainingGraphs.for_model(model, self.optimizer.is_sharded)
 
     def estimate_memory(self, most_tokens: int) -> Estimate:
@@ -200,10 +209,11 @@ class PolicyTrainer:
             if arrival is not None:
                 arrival.synchronize()
             here = dict(zip(on_device, copies, strict=True))
-            order = [samples[i] for _, members in parts for i in members]
-            self.trained = Trained(
-                order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0
-            )
+            if self.context is None or self.context.index == 0:
+                order = [samples[i] for _, members in parts for i in members]
+                self.trained = Trained(
+                    order, here["logprobs"].float().numpy(), here["is_masked"].numpy() > 0
+                )
             # Several ranks sum and gather on the device.
             found = self._collect_metrics(here if self.ranks.count == 1 else on_device)
             used = model_flops_utilization(3 * flops / seconds, self.device)
@@ -315,7 +325,7 @@ class PolicyTrainer:
         """
         if not samples:
             return self._backward_part(loss, [_nothing()], [0.0], defaultdict(list))
-        inputs = self._pack_part(samples, weights)
+        inputs, whole = self._pack_part(samples, weights)
         packed = inputs.packed
         temperature_N = inputs.temperature_N
         self.laps("data")
@@ -324,25 +334,35 @@ class PolicyTrainer:
                 packed, self.model, self.reference, temperature_N
             )
 
+        found: Values = defaultdict(list)
+
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
-            return _loss_of_slice(loss, inputs, part, (logprobs, entropy), values)
+            return _loss_of_slice(loss, inputs, part, (logprobs, entropy), found)
 
         needs_entropy = "entropy" in loss.needs
         if "whole_sequences" in loss.needs:
-            found = packed.target_logprobs(self.model, temperature_N, needs_entropy)
-            total = loss_of(slice(None), *found)
+            numbers = packed.target_logprobs(self.model, temperature_N, needs_entropy)
+            total = loss_of(slice(None), *numbers)
         else:
             total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         self.laps("forward")
         total.backward()
         self.laps("backward")
         if self.model.routing_TR is not None:
-            values["routing"].append(self._differing_routing())
+            found["routing"].append(self._differing_routing())
+        if self.context is not None:
+            for name in BY_TARGET:
+                own_N = torch.cat(found[name])
+                found[name] = [self.context.gather_targets(own_N, packed, whole)]
+        for name, parts in found.items():
+            values[name] += parts
         return total.detach(), packed.count_flops(self.model.spec)
 
-    def _pack_part(self, samples: list[Sample], weights: list[float]) -> "_Inputs":
+    def _pack_part(self, samples: list[Sample], weights: list[float]) -> tuple["_Inputs", Packed]:
+        """Return the inputs of this rank's loss, and the whole micro-batch."""
         pack_samples = pack_shared if self.shares_prompts else pack_sequences
-        packed = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
+        whole = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
+        packed = whole if self.context is None else self.context.take_own_part(whole)
         packed.graphs = self.graphs
         self.model.routing_TR = None
         if self._is_replaying_routes(samples):
@@ -353,13 +373,14 @@ class PolicyTrainer:
             on_device = to_device(np.array(numbers, dtype=np.float32), self.device)
             return on_device[packed.sequence_N]
 
-        return _Inputs(
+        inputs = _Inputs(
             samples,
             packed,
             of_targets([s.temperature for s in samples]),
             of_targets([s.advantage for s in samples]),
             of_targets(weights),
         )
+        return inputs, whole
 
     def _differing_routing(self) -> torch.Tensor:
         """Count the replayed experts that routers would not choose, and all replayed experts.

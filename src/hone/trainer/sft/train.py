@@ -32,6 +32,7 @@ from hone.monitors.progress_line import ProgressLine
 from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
+from hone.trainer.context_parallel import ContextGroup
 from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
 from hone.trainer.packing import Packed
 from hone.trainer.performance import (
@@ -78,7 +79,7 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     rows = [reads(name, config.data.split, rows=columns) for name in names]
     val = config.val
     val_rows = [load_rows(val.name, val.split, "val.name", columns)] if val else []
-    ranks = Ranks.join_ranks(config.ranks_timeout)
+    ranks = Ranks.join_ranks(config.ranks_timeout).with_context(config.context_parallel)
     if config.bench:
         return run_bench(config, rows, ranks)
     session = RunSession(config, "sft", "sft", ranks)
@@ -183,9 +184,9 @@ def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer, O
         reference = None
         if config.keeps_reference_copy:
             reference = copy.deepcopy(loaded.model).requires_grad_(False)
-            shard_model(reference, ranks, config.sharding)
+            shard_model(reference, ranks, config.sharding, config.expert_parallel)
         objective = DirectPreference(config.dpo, reference)
-    shard_model(loaded.model, ranks, config.sharding)
+    shard_model(loaded.model, ranks, config.sharding, config.expert_parallel)
     return loaded, Optimizer(loaded.model, config.optim, ranks), objective
 
 
@@ -229,6 +230,7 @@ class Trainer:
         self.bad_steps = bad_steps
         self.ranks = ranks
         self.model = loaded.model
+        self.context = ContextGroup.join_group(ranks, self.model.spec)
         self.log = component_log("sft")
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
@@ -409,10 +411,12 @@ class Trainer:
         count = 1 + len(self.objective.metrics)
         sums = torch.zeros(1 + count, dtype=torch.float64, device=self.device)  # units first
         for rows in iterate_steps(data, config, seed=0, epochs=1):
-            for part in self._split_micro_batches(rows[self.ranks.rank :: self.ranks.count]):
+            mine = rows[self.ranks.own_share_index :: self.ranks.shares]
+            for part in self._split_micro_batches(mine):
                 found = self.objective.sum_losses(self._pack_rows(part), self.model)
                 if part:
-                    sums[0] += self.objective.count_units(list_conversations(part))
+                    units = self.objective.count_units(list_conversations(part))
+                    sums[0] += units / self.ranks.context  # each of these ranks counts them
                     sums[1:] += torch.cat((found[0][None], found[1]))
         units, *totals = self.ranks.sum_over_ranks(sums).tolist()
         names = ("loss", *self.objective.metrics)
@@ -423,6 +427,8 @@ class Trainer:
         packed = self.objective.pack_conversations(
             list_conversations(rows) or self.objective.nothing, self.device
         )
+        if self.context is not None:
+            packed = self.context.take_own_part(packed)
         packed.graphs = self.graphs
         return packed
 
