@@ -8,7 +8,7 @@ import json
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,6 +17,8 @@ from hone.child_process import HONE, Process, end_processes, start_process
 from hone.config.sections import LOOPBACK
 from hone.evals.endpoints import Endpoint, find_endpoint, is_named
 from hone.process_report import read_report
+
+POLL_SECONDS = 0.02  # between looks at the report of a server that starts
 
 
 def can_be_loaded(model: str) -> bool:
@@ -38,8 +40,10 @@ def endpoint_for(
     key_variable: str,
     registry: str,
     chat_template: str | None = None,
-) -> Iterator[Endpoint]:
-    """Context manager that yields the endpoint of an existing server, or of one that it starts.
+) -> Iterator[Callable[[], Endpoint]]:
+    """Context manager for an existing server, or for one that it starts.
+
+    It yields a function that waits until the server answers, and returns its endpoint.
 
     An existing server is given by `base_url`, by the registry's entry `model`, or else by the
     registry's default entry. If the model can be loaded here, a new server is started in two cases:
@@ -79,10 +83,10 @@ def endpoint_for(
                 f"--chat-template is for a model that is loaded here; {found.base_url} renders by its own: start it "
                 "with --model.chat-template"
             )
-        yield found
+        yield lambda: found
         return
-    with own_server(model, chat_template) as endpoint:
-        yield endpoint
+    with own_server(model, chat_template) as await_endpoint:
+        yield await_endpoint
 
 
 def _is_serving(endpoint: Endpoint) -> bool:
@@ -98,11 +102,12 @@ def _is_serving(endpoint: Endpoint) -> bool:
 
 
 @contextlib.contextmanager
-def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoint]:
-    """Context manager that starts a server for a model or an adapter, and yields its endpoint.
+def own_server(model: str, chat_template: str | None = None) -> Iterator[Callable[[], Endpoint]]:
+    """Context manager that starts a server for a model or an adapter.
 
-    For an adapter, the server loads the base model too. Raises ValueError with the server's message
-    if it does not start.
+    It yields a function that waits until the server answers, and returns its endpoint; this raises
+    ValueError with the server's message if it does not start. For an adapter, the server loads the
+    base model too.
     """
     words = server_arguments(model)
     words += [] if chat_template is None else ["--model.chat-template", chat_template]
@@ -117,7 +122,7 @@ def own_server(model: str, chat_template: str | None = None) -> Iterator[Endpoin
             stderr=subprocess.DEVNULL,
         )
         try:
-            yield Endpoint(_await_url(process, report), model, None, is_own=True)
+            yield lambda: Endpoint(_await_url(process, report), model, None, is_own=True)
         finally:
             end_processes(process, term_seconds=10.0)
 
@@ -143,7 +148,7 @@ def server_arguments(model: str) -> list[str]:
 def _await_url(process: Process, report: Path) -> str:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(0.1)
+            process.wait(POLL_SECONDS)
         found = read_report(report)
         if "url" in found:
             return str(found["url"])

@@ -11,6 +11,7 @@ import asyncio
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,16 +75,19 @@ def run_evaluation(args: argparse.Namespace) -> dict[str, Any]:
     """Run one evaluation, print and save its results, and return their metadata."""
     with endpoint_for(
         args.model, args.api_base_url, args.api_key_var, args.endpoints_path, args.chat_template
-    ) as endpoint:
-        return _run_evaluation(args, endpoint)
+    ) as await_endpoint:
+        return _run_evaluation(args, await_endpoint)
 
 
-def _run_evaluation(args: argparse.Namespace, endpoint: Endpoint) -> dict[str, Any]:
+def _run_evaluation(
+    args: argparse.Namespace, await_endpoint: Callable[[], Endpoint]
+) -> dict[str, Any]:
     add_folder(args.env_dir_path, args.env)
     environment = load_environment(args.env, **args.env_args)
     examples = environment.get_eval_dataset(args.num_examples)
     if not examples:
         raise ValueError(f"{args.env} has no examples to evaluate on")
+    endpoint = await_endpoint()
     settings: dict[str, Any] = {
         "env": args.env,
         "env_args": redact_secrets(args.env_args),
