@@ -8,7 +8,13 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
-from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
+from hone.kernels.expert_products import (
+    ExpertWeights,
+    decode_experts,
+    multiply_experts,
+    multiply_groups,
+)
+from hone.kernels.swiglu import ClampedGating
 from hone.models.families import parse_model_config
 from hone.models.lora import Merged
 from hone.models.transformer import Transformer
@@ -44,40 +50,61 @@ def relative_error(found, wanted):
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
+GATING = ClampedGating(alpha=1.702, limit=7.0)
+
+
+def draw_experts(E, D, width, is_gpt_oss):
+    shapes = [(E, 2 * width, D), (E, D, width)]
+    if is_gpt_oss:
+        shapes = [(E, D, 2 * width), (E, width, D), (E, 2 * width), (E, D)]
+    return [draw(*shape, inner=shape[1 if is_gpt_oss else -1]) for shape in shapes]
+
+
+def make_experts(tensors, is_gpt_oss, **deltas):
+    form = {"is_input_major": True, "gating": GATING} if is_gpt_oss else {}
+    return ExpertWeights(*tensors, **form, **deltas)
+
+
 @pytest.mark.parametrize("T", [1, 7, 33, 130, 300, 2000])
 @pytest.mark.parametrize("sizes", [(64, 8, 1024, 512), (24, 6, 320, 96)])
-def test_decoding(T, sizes):
+@pytest.mark.parametrize("is_gpt_oss", [False, True])
+def test_decoding(T, sizes, is_gpt_oss):
     E, K, D, width = sizes
     x, router = draw(T, D), draw(E, D, inner=D)
-    gate_up, down = draw(E, 2 * width, D, inner=D), draw(E, D, width, inner=width)
+    bias = draw(E) if is_gpt_oss else None
+    tensors = draw_experts(E, D, width, is_gpt_oss)
     with torch.no_grad():
-        parts, experts = decode_experts(x, router, gate_up, down, K, normalizes=True)
-    probabilities = F.linear(x, router).softmax(-1, dtype=torch.float32)
-    own = probabilities.topk(K)[1]
-    assert (experts.sort(1)[0] == own.sort(1)[0]).float().mean() > 0.98  # but for ties in bf16
+        own = make_experts(tensors, is_gpt_oss)
+        parts, experts = decode_experts(x, router, bias, own, K, normalizes=True)
+    probabilities = F.linear(x, router, bias).softmax(-1, dtype=torch.float32)
+    likeliest = probabilities.topk(K)[1]
+    assert (
+        experts.sort(1)[0] == likeliest.sort(1)[0]
+    ).float().mean() > 0.98  # but for ties in bf16
     weights = probabilities.gather(1, experts.long())
-    wanted = multiply_experts(
-        x.double(), gate_up.double(), down.double(), weights / weights.sum(1, True), experts
-    )
+    exact = make_experts([one.double() for one in tensors], is_gpt_oss)
+    wanted = multiply_experts(x.double(), exact, weights / weights.sum(1, True), experts)
     assert relative_error(parts.double().sum(0), wanted) < 0.01
 
 
 @pytest.mark.parametrize("has_deltas", [False, True])
-def test_training(has_deltas):
+@pytest.mark.parametrize("is_gpt_oss", [False, True])
+def test_training(has_deltas, is_gpt_oss):
     T, E, K, D, width = 1500, 64, 8, 256, 128
     experts = torch.stack([torch.randperm(E, device="cuda")[:K] for _ in range(T)])
-    tensors = [draw(T, D), draw(E, 2 * width, D, inner=D), draw(E, D, width, inner=width)]
-    tensors += [torch.rand(T, K, device="cuda"), draw(E, 2 * width, D, inner=D)]
-    tensors += [draw(E, D, width, inner=width)]
+    tensors = [draw(T, D), torch.rand(T, K, device="cuda"), draw(E, 2 * width, D, inner=D)]
+    tensors += [draw(E, D, width, inner=width), *draw_experts(E, D, width, is_gpt_oss)]
     direction = torch.randn(T, D, device="cuda", dtype=torch.float64)
     results = []
     for dtype in (None, torch.float64):
         leaves = [x.to(dtype or x.dtype).clone().requires_grad_() for x in tensors]
-        deltas = [
-            (lambda x, counts, w=w: multiply_groups(x, w, counts)) if has_deltas else None
-            for w in leaves[4:]
-        ]
-        out = multiply_experts(*leaves[:4], experts, *deltas)
+        names = ("gate_up_delta", "down_delta") if has_deltas else ()
+        deltas = {
+            name: lambda x, counts, w=w: multiply_groups(x, w, counts)
+            for name, w in zip(names, leaves[2:4], strict=False)
+        }
+        own = make_experts(leaves[4:], is_gpt_oss, **deltas)
+        out = multiply_experts(leaves[0], own, leaves[1], experts)
         (out.double() * direction).sum().backward()
         results.append([out, *(x.grad for x in leaves if x.grad is not None)])
     for found, wanted in zip(*results, strict=True):

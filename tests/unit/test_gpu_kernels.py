@@ -21,11 +21,16 @@ from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages_reference
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_shape import DeltaShape
-from hone.kernels.expert_products import decode_experts, multiply_experts, multiply_groups
+from hone.kernels.expert_products import (
+    ExpertWeights,
+    decode_experts,
+    multiply_experts,
+    multiply_groups,
+)
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.norm import add_norm_reference, offset_norm
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
-from hone.kernels.swiglu import swiglu_reference
+from hone.kernels.swiglu import ClampedGating, swiglu_reference
 from hone.models import ops
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
@@ -865,42 +870,64 @@ def test_fingerprints():
     assert torch.equal(table.sums(), sums_reference(words))
 
 
+GATING = ClampedGating(alpha=1.702, limit=0.8)
+
+
+def draw_experts(E, D, width, is_gpt_oss):
+    """The shapes of an `ExpertWeights`' tensors, drawn: with biases and input-major, or without."""
+    shapes = [(E, 2 * width, D), (E, D, width)]
+    if is_gpt_oss:
+        shapes = [(E, D, 2 * width), (E, width, D), (E, 2 * width), (E, D)]
+    return [torch.randn(*shape, device=DEVICE) / shape[-1] ** 0.5 for shape in shapes]
+
+
+def make_experts(tensors, is_gpt_oss, **deltas):
+    form = {"is_input_major": True, "gating": GATING} if is_gpt_oss else {}
+    return ExpertWeights(*tensors, **form, **deltas)
+
+
 @pytest.mark.parametrize("sizes", [(1, 6, 2, 32, 16), (33, 8, 8, 64, 40), (40, 7, 3, 130, 16)])
 @pytest.mark.parametrize("normalizes", [True, False])
-def test_experts_of_few_tokens(sizes, normalizes):
+@pytest.mark.parametrize("is_gpt_oss", [True, False])
+def test_experts_of_few_tokens(sizes, normalizes, is_gpt_oss):
     T, E, K, D, width = sizes
     x, router = torch.randn(T, D, device=DEVICE), torch.randn(E, D, device=DEVICE)
-    gate_up = torch.randn(E, 2 * width, D, device=DEVICE) / D**0.5
-    down = torch.randn(E, D, width, device=DEVICE) / width**0.5
+    bias = torch.randn(E, device=DEVICE) if is_gpt_oss else None
+    own = make_experts(draw_experts(E, D, width, is_gpt_oss), is_gpt_oss)
     with torch.no_grad():
-        parts, experts = decode_experts(x, router, gate_up, down, K, normalizes)
-    weights, wanted = F.linear(x, router).softmax(-1).topk(K)
+        parts, experts = decode_experts(x, router, bias, own, K, normalizes)
+    weights, wanted = F.linear(x, router, bias).softmax(-1).topk(K)
     assert torch.equal(experts, wanted.int())
     if normalizes:
         weights = weights / weights.sum(-1, keepdim=True)
-    close(parts.sum(0), multiply_experts(x, gate_up, down, weights, wanted), 1e-4)
+    close(parts.sum(0), multiply_experts(x, own, weights, wanted), 1e-4)
 
 
 @pytest.mark.parametrize("sizes", [(5, 7, 3, 48, 24), (70, 4, 2, 64, 40)])
 @pytest.mark.parametrize("has_deltas", [False, True])
-def test_gradients_of_experts(monkeypatch, sizes, has_deltas):
+@pytest.mark.parametrize("is_gpt_oss", [True, False])
+def test_gradients_of_experts(monkeypatch, sizes, has_deltas, is_gpt_oss):
     T, E, K, D, width = sizes
-    shapes = [(T, D), (E, 2 * width, D), (E, D, width), (E, 2 * width, D), (E, D, width)]
-    tensors = [torch.randn(*shape, device=DEVICE) / shape[-1] ** 0.5 for shape in shapes]
-    tensors.append(torch.rand(T, K, device=DEVICE))
+    added = [(E, 2 * width, D), (E, D, width)]
+    tensors = [torch.randn(T, D, device=DEVICE), torch.rand(T, K, device=DEVICE)]
+    tensors += [torch.randn(*shape, device=DEVICE) / shape[-1] ** 0.5 for shape in added]
+    tensors += draw_experts(E, D, width, is_gpt_oss)
     experts = torch.stack([torch.randperm(E, device=DEVICE)[:K] for _ in range(T)])
     direction = torch.randn(T, D, device=DEVICE)
     results = []
     for has_kernels in (True, False):
         monkeypatch.setattr("hone.kernels.gpu.has_kernels", lambda x, found=has_kernels: found)
         leaves = [x.clone().requires_grad_() for x in tensors]
-        deltas = [
-            (lambda x, counts, w=w: multiply_groups(x, w, counts)) if has_deltas else None
-            for w in leaves[3:5]
-        ]
-        out = multiply_experts(*leaves[:3], leaves[5], experts, *deltas)
+        names = ("gate_up_delta", "down_delta") if has_deltas else ()
+        deltas = {
+            name: lambda x, counts, w=w: multiply_groups(x, w, counts)
+            for name, w in zip(names, leaves[2:4], strict=False)
+        }
+        own = make_experts(leaves[4:], is_gpt_oss, **deltas)
+        out = multiply_experts(leaves[0], own, leaves[1], experts)
         (out * direction).sum().backward()
         results.append([out, *(x.grad for x in leaves if x.grad is not None)])
+    assert len(results[0]) == 1 + len(tensors) - (0 if has_deltas else 2)
     for one, two in zip(*results, strict=True):
         close(one, two, 1e-4)
 

@@ -194,7 +194,7 @@ FAMILIES = {
 LENGTHS = [24, 9, 17]
 # Also computed by Hone's own blocks.
 OWN = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text granite phi3
-phi3_long qwen2_windows qwen3_5_text qwen3_5_moe_text""".split()
+phi3_long qwen2_windows qwen3_5_text qwen3_5_moe_text gpt_oss""".split()
 KINDS = {"gemma4_e": "gemma4_text", "phi3_long": "phi3", "qwen2_windows": "qwen2"}
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hone.kernels.expert_products import Delta, multiply_experts, order_pairs
+from hone.kernels.expert_products import ExpertWeights, multiply_experts, order_pairs
 from hone.kernels.rank_exchange import exchange_rows
 from hone.kernels.row_gather import put_rows, take_rows
 
@@ -28,22 +28,15 @@ class ExpertRanks:
     count: int
 
     def multiply_experts(
-        self,
-        x_TD: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
-        weight_TK: Tensor,
-        expert_TK: Tensor,
-        gate_up_delta: Delta | None = None,
-        down_delta: Delta | None = None,
+        self, x_TD: Tensor, experts: ExpertWeights, weight_TK: Tensor, expert_TK: Tensor
     ) -> Tensor:
         """Do what `expert_products.multiply_experts` does, with the experts of all ranks. Collective.
 
-        `gate_up` and `down` are the weights of this rank's experts; `expert_TK` are numbers among
-        all experts. The host waits once, for the numbers of rows.
+        `experts` are this rank's; `expert_TK` are numbers among all experts. The host waits once,
+        for the numbers of rows.
         """
         T, K = expert_TK.shape
-        own = len(gate_up)
+        own = experts.count
         pairs_M, counts_E = order_pairs(expert_TK, own * self.count)
         pairs_M = pairs_M.long()
         to_rank_RE = counts_E.view(self.count, own).contiguous()
@@ -58,8 +51,7 @@ class ExpertRanks:
             # A row of zeros, so that this rank's backward pass has the exchanges too.
             rows_ND, expert_N = F.pad(rows_ND, (0, 0, 0, 1)), F.pad(expert_N, (0, 1))
         ones_N1 = weight_TK.new_ones(len(rows_ND), 1)
-        products = (rows_ND, gate_up, down, ones_N1, expert_N[:, None])
-        out_ND = multiply_experts(*products, gate_up_delta, down_delta)
+        out_ND = multiply_experts(rows_ND, experts, ones_N1, expert_N[:, None])
         back_MD = exchange_rows(out_ND[:count], received, sent, None)
         out_TKD = put_rows(back_MD, pairs_M, T * K).view(T, K, -1)
         return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)

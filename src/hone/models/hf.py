@@ -21,6 +21,7 @@ from hone.models.families.hf_spec import HFSpec
 from hone.models.hf_model import HFModel
 from hone.models.language_model import LanguageModel
 from hone.models.model_directory import TEXT_FILES, leads_out
+from hone.models.mxfp4 import BLOCKS, SCALES, has_packed_weights, packed_parts, unpack_mxfp4
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
@@ -93,6 +94,9 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 def _load_stored(model: LanguageModel, directory: Path) -> None:
     """Load weights from a directory, in whatever form its files have them."""
     wanted = dict(hf_tensors(model, _stores_whole_experts(model.spec, directory)))
+    if has_packed_weights(wanted, list_stored(directory)):
+        load_packed_weights(wanted, directory)
+        return
     stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
     if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
@@ -128,6 +132,36 @@ def _spell_in_whole(name: str) -> Iterator[str]:
     first, _, rest = name.partition(".")
     if first == "model":
         yield f"model.language_model.{rest}"
+
+
+@torch.no_grad()
+def load_packed_weights(into: Mapping[str, Tensor], directory: Path) -> None:
+    """Do what `load_weights` does for files that have some weights in MXFP4.
+
+    A packed weight has its numbers along its inputs, which are the last but one axis of a tensor of
+    `into`.
+    """
+    stored = list_stored(directory)
+    expected: dict[str, Tensor] = {}
+    for name, tensor in into.items():
+        expected |= packed_parts(name, tensor) if name + BLOCKS in stored else {name: tensor}
+    where = find_weights(expected, directory)
+    for file in sorted(set(where.values())):
+        with safe_open(file, framework="pt") as reader:
+            for name, tensor in into.items():
+                if where.get(name) == file:
+                    tensor.copy_(reader.get_tensor(name))
+    for name, tensor in into.items():
+        if name + BLOCKS in stored:
+            blocks, scales = (_read_tensor(where[n], n) for n in (name + BLOCKS, name + SCALES))
+            for i in range(len(tensor)):
+                tensor[i].copy_(unpack_mxfp4(blocks[i], scales[i], tensor.dtype).T)
+
+
+def _read_tensor(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as reader:
+        found: Tensor = reader.get_tensor(name)
+    return found
 
 
 @torch.no_grad()
@@ -323,11 +357,13 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the model's weights under their HF names, as views.
 
-    With `has_whole_experts`, the weights of all experts of a layer are one tensor.
+    With `has_whole_experts`, or where all files are so, the weights of all experts of a layer are
+    one tensor.
     """
+    is_whole = has_whole_experts or model.spec.stores_whole_experts
     for ours, theirs in hf_names(model.spec).items():
         weight = find_weight(model, ours)
-        fused = model.spec.fused_name(ours) if has_whole_experts else None
+        fused = model.spec.fused_name(ours) if is_whole else None
         if fused is not None:
             yield fused, weight.unflatten(0, (model.expert_layers[0].spec.experts, -1))
             continue
@@ -426,4 +462,5 @@ def write_description(
     config = read_model_config(source)
     config["dtype"] = str(dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
+    config.pop("quantization_config", None)  # weights are written as they are trained
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")

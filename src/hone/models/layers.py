@@ -4,6 +4,7 @@ Shapes: T tokens, D hidden, H query heads, K key/value heads, E head size, F fee
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hone.kernels import gpu
 from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.delta_shape import DeltaShape
-from hone.kernels.expert_products import decode_experts, multiply_experts
+from hone.kernels.expert_products import ExpertWeights, decode_experts, multiply_experts
 from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm, normalize_projections
 from hone.kernels.swiglu import geglu, swiglu
@@ -148,6 +149,9 @@ class SelfAttention(nn.Module):
 
     Attention kernels normalize q and k per head and rotate them; norms over the whole projection
     come before.
+
+    Attributes:
+        sinks: logit per head that joins the softmax (GPT-OSS); None: there are none.
     """
 
     def __init__(self, spec: ModelSpec, layer: int) -> None:
@@ -168,6 +172,7 @@ class SelfAttention(nn.Module):
             spec.attention_scale, spec.layers[layer].window, spec.attention_cap
         )
         self.options = options.without_defaults(spec.head_dim)
+        self.sinks = nn.Parameter(torch.empty(self.heads)) if spec.has_sinks else None
 
     def mix_heads(
         self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention
@@ -178,12 +183,15 @@ class SelfAttention(nn.Module):
             qkv_TO = normalize_projections(qkv_TO, self.q_norm, self.k_norm, self.eps)
             norms = (None, None)
         qkv_TNE = qkv_TO.view(len(qkv_TO), qkv_TO.shape[1] // self.head_dim, self.head_dim)
+        options = self.options
+        if self.sinks is not None:
+            options = replace(options or AttentionOptions(), sinks_H=self.sinks)
         heads = Heads(
             self.heads,
             *norms,
             self.eps,
             rotation,
-            self.options,
+            options,
             self.norm_offset,
             self.has_plain_heads,
         )
@@ -305,9 +313,10 @@ class Experts(nn.Module):
         self.given_TK: Tensor | None = None  # experts to use; -1: the router's choice
         self.chosen_TK: Tensor | None = None  # of the last forward
         self.differs_TK: Tensor | None = None  # given experts that the router would not have chosen
-        self.router = Weight(spec.experts, D)
-        self.gate_up = ExpertLinear(spec.experts, D, 2 * F_)
-        self.down = ExpertLinear(spec.experts, F_, D)
+        self.router = Weight(spec.experts, D, spec.has_expert_biases)
+        form = (spec.has_expert_biases, spec.has_input_major_experts)
+        self.gate_up = ExpertLinear(spec.experts, D, 2 * F_, *form)
+        self.down = ExpertLinear(spec.experts, F_, D, *form)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """Return the outputs, T x D; GPU kernels without gradients return parts to sum, parts x T x D."""
@@ -320,15 +329,25 @@ class Experts(nn.Module):
 
     def _mix_experts(self, x_TD: Tensor) -> Tensor:
         K = self.spec.experts_per_token
-        weights = (self.gate_up.stack_weights(x_TD.dtype), self.down.stack_weights(x_TD.dtype))
-        deltas = (self.gate_up.delta, self.down.delta)
-        is_plain = self.given_TK is None and deltas == (None, None) and self.ranks is None
+        router = (self.router.weight, self.router.bias)
+        experts = ExpertWeights(
+            self.gate_up.stack_weights(x_TD.dtype),
+            self.down.stack_weights(x_TD.dtype),
+            self.gate_up.stack_biases(x_TD.dtype),
+            self.down.stack_biases(x_TD.dtype),
+            self.spec.has_input_major_experts,
+            self.spec.gating,
+            self.gate_up.delta,
+            self.down.delta,
+        )
+        has_deltas = experts.gate_up_delta is not None or experts.down_delta is not None
+        is_plain = self.given_TK is None and self.ranks is None and not has_deltas
         if gpu.takes(x_TD) and is_plain:
             parts_KTD, self.chosen_TK = decode_experts(
-                x_TD, self.router.weight, *weights, K, self.spec.normalizes
+                x_TD, *router, experts, K, self.spec.normalizes
             )
             return parts_KTD
-        probabilities_TE = F.linear(x_TD, self.router.weight).softmax(-1, dtype=torch.float32)
+        probabilities_TE = F.linear(x_TD, *router).softmax(-1, dtype=torch.float32)
         weight_TK, expert_TK = probabilities_TE.topk(K)
         if self.given_TK is not None:
             is_own_TK = self.given_TK < 0
@@ -339,11 +358,13 @@ class Experts(nn.Module):
         if self.spec.normalizes:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         multiply = multiply_experts if self.ranks is None else self.ranks.multiply_experts
-        return multiply(x_TD, *weights, weight_TK, expert_TK, *deltas)
+        return multiply(x_TD, experts, weight_TK, expert_TK)
 
 
 class ExpertLinear(Linear):
     """The weights of one linear of all experts, stacked by rows.
+
+    Each is outputs x inputs, or inputs x outputs if `is_input_major`.
 
     Attributes:
         delta: training adapter of M rows that are ordered by expert, and the numbers of rows by
@@ -352,20 +373,38 @@ class ExpertLinear(Linear):
 
     delta: Callable[[Tensor, Tensor], Tensor] | None  # type: ignore[assignment]
 
-    def __init__(self, experts: int, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, experts * outputs)
+    def __init__(
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        bias: bool = False,
+        is_input_major: bool = False,
+    ) -> None:
+        rows, columns = (inputs, outputs) if is_input_major else (outputs, inputs)
+        super().__init__(columns, experts * rows)
         self.experts = experts
+        self.bias = nn.Parameter(torch.empty(experts * outputs)) if bias else None
 
     def stack_weights(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights of this rank's experts as experts x outputs x inputs."""
-        outputs = len(self.weight) // self.experts
-        return local_part(self.weight).to(dtype).view(-1, outputs, self.weight.shape[1])
+        """Return the weights of this rank's experts, experts first."""
+        rows = len(self.weight) // self.experts
+        return local_part(self.weight).to(dtype).view(-1, rows, self.weight.shape[1])
+
+    def stack_biases(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the biases of this rank's experts as experts x outputs."""
+        if self.bias is None:
+            return None
+        return local_part(self.bias).to(dtype).view(-1, len(self.bias) // self.experts)
 
     def forward(self, x_MI: Tensor) -> Tensor:
         raise TypeError("the products of experts are computed together, by Experts")
 
 
 class Weight(nn.Module):
-    def __init__(self, rows: int, columns: int) -> None:
+    """A matrix, and perhaps a bias, that other modules multiply by."""
+
+    def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns))
+        self.bias = nn.Parameter(torch.empty(rows)) if bias else None

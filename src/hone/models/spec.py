@@ -59,6 +59,7 @@ class ModelSpec:
         embedding_factor: factor of the token embeddings, rounded to the dtype of the weights.
         logit_factor: factor of the logits, before the cap.
         fuses_projections: files store q, k and v as one tensor, and gate and up.
+        has_sinks: a logit per head joins the softmax of attention.
         is_text_part: the files have other parts, such as a vision tower, which stay as they are.
     """
 
@@ -84,6 +85,7 @@ class ModelSpec:
     embedding_factor: float = 1.0
     logit_factor: float = 1.0
     fuses_projections: bool = False
+    has_sinks: bool = False
     is_text_part: bool = False
     block: BlockOptions = BlockOptions()
 
@@ -98,11 +100,13 @@ class ModelSpec:
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
     gates_attention: ClassVar[bool] = False  # q_proj has a gate beside q, for each head
+    stores_whole_experts: ClassVar[bool] = False  # files always have one tensor for all experts
 
     @property
     def has_fast_paths(self) -> bool:
         """Return True if packed models and captured steps support this model's blocks."""
         is_plain = self.attention_scale is None and self.attention_cap is None
+        is_plain = is_plain and not self.has_sinks
         has_factors = self.embedding_factor != 1.0 or self.logit_factor != 1.0
         return (
             self.block == BlockOptions()
@@ -129,7 +133,8 @@ class ModelSpec:
     def shares_pages(self) -> bool:
         """Return True if a GPU can read pages of several sequences at once in a decode step."""
         has_windows = any(layer.window for layer in self.layers)
-        return self.has_plain_heads and self.attention_cap is None and not has_windows
+        has_options = self.attention_cap is not None or self.has_sinks or has_windows
+        return self.has_plain_heads and not has_options
 
     @property
     def context_marks(self) -> tuple[int, ...]:
@@ -213,10 +218,12 @@ class ModelSpec:
             table["qkv.bias"] = [f"self_attn.{x}_proj.bias" for x in "qkv"]
         if self.out_bias:
             table["out.bias"] = ["self_attn.o_proj.bias"]
+        if self.has_sinks:
+            table["sinks"] = ["self_attn.sinks"]
         return table
 
     def fused_name(self, name: str) -> str | None:
-        """Return the HF tensor as which files may store a parameter whole, experts x rows x columns.
+        """Return the HF tensor as which files may store a parameter of all experts, these first.
 
         None: files have only the tensors that the parameter stacks.
         """

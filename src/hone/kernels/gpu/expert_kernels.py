@@ -20,6 +20,7 @@ from torch import Tensor
 from hone.kernels.gpu import options, power_of_2, stages_of
 from hone.kernels.gpu.launching import wait
 from hone.kernels.gpu.row_kernels import gated
+from hone.kernels.swiglu import ClampedGating
 
 # How to find a row of an operand: by the pair's token, by the pair, or by the place in the list of
 # rows by expert; PART: part k, token t, of K x T rows.
@@ -57,6 +58,7 @@ class ExpertRows(NamedTuple):
 def route_kernel(
     x,
     router,
+    bias,
     weights,
     experts,
     counts,
@@ -69,6 +71,7 @@ def route_kernel(
     K: tl.constexpr,
     KP: tl.constexpr,
     NORMALIZES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     PDL: tl.constexpr,
@@ -85,6 +88,8 @@ def route_kernel(
         a = tl.load(rows + start, (t < T)[:, None] & inside[None, :], other=0.0)
         b = tl.load(columns + start, (e < EXPERTS)[None, :] & inside[:, None], other=0.0)
         logits = tl.dot(a, b, logits)
+    if HAS_BIAS:
+        logits += tl.load(bias + e, e < EXPERTS, other=0.0).to(tl.float32)[None, :]
     # Rounded where a separate product rounds
     logits = logits.to(x.dtype.element_ty).to(tl.float32)
     logits = tl.where((e < EXPERTS)[None, :], logits, -1e30)
@@ -109,7 +114,11 @@ def route_kernel(
 
 
 def route_tokens(
-    x_TD: Tensor, router_ED: Tensor, experts_per_token: int, normalizes: bool
+    x_TD: Tensor,
+    router_ED: Tensor,
+    bias_E: Tensor | None,
+    experts_per_token: int,
+    normalizes: bool,
 ) -> tuple[Tensor, Tensor, ExpertRows]:
     """Return weights (T x K, fp32) and experts (T x K, int32) of each token, and the experts' rows."""
     (T, D), E, K = x_TD.shape, len(router_ED), experts_per_token
@@ -122,6 +131,7 @@ def route_tokens(
     route_kernel[(-(-T // BT),)](
         x_TD,
         router_ED,
+        router_ED if bias_E is None else bias_E,
         weights,
         experts,
         counts,
@@ -134,6 +144,7 @@ def route_tokens(
         K=K,
         KP=power_of_2(K),
         NORMALIZES=normalizes,
+        HAS_BIAS=bias_E is not None,
         BT=BT,
         BD=min(128, max(16, power_of_2(D))),
         **options(4),
@@ -153,10 +164,50 @@ def _find_rows(place, pair, T, K: tl.constexpr, BY: tl.constexpr):
     return place.to(tl.int64)
 
 
+@triton.jit
+def _gate_clamped(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
+    """Return (up + 1) * gate * sigmoid(ALPHA gate) in fp32, with both clamped to LIMIT first."""
+    gate = tl.minimum(gate.to(tl.float32), LIMIT)
+    up = tl.minimum(tl.maximum(up.to(tl.float32), -LIMIT), LIMIT)
+    return (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+
+
+@triton.jit
+def clamped_backward_kernel(
+    gate_up, grad, out, F, ALPHA: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Compute the gradient of row t of gate_up (gates and ups alternate) from that of the units."""
+    t = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    both = tl.program_id(1) * BLOCK * 2 + tl.arange(0, 2 * BLOCK)
+    numbers = tl.load(gate_up + t * 2 * F + both, both < 2 * F, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(numbers, (BLOCK, 2)))
+    slope = tl.load(grad + t * F + f, f < F, other=0.0).to(tl.float32)
+    low, inner = tl.minimum(gate, LIMIT), tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    sigmoid = 1.0 / (1.0 + tl.exp(-ALPHA * low))
+    of_gate = slope * (inner + 1.0) * sigmoid * (1.0 + ALPHA * low * (1.0 - sigmoid))
+    of_up = slope * low * sigmoid
+    of_gate = tl.where(gate <= LIMIT, of_gate, 0.0)
+    of_up = tl.where((up >= -LIMIT) & (up <= LIMIT), of_up, 0.0)
+    together = tl.reshape(tl.join(of_gate, of_up), (2 * BLOCK,))
+    tl.store(out + t * 2 * F + both, together.to(out.dtype.element_ty), both < 2 * F)
+
+
+def clamped_gating_backward(gate_up: Tensor, grad: Tensor, gating: ClampedGating) -> Tensor:
+    """Return the gradient of gate_up (M x 2F) from that of the gated units (M x F)."""
+    M, F = grad.shape
+    out = torch.empty_like(gate_up)
+    constants = {"ALPHA": gating.alpha, "LIMIT": gating.limit, "BLOCK": 1024}
+    if M:
+        clamped_backward_kernel[(M, -(-F // 1024))](gate_up, grad, out, F, **constants)
+    return out
+
+
 @triton.jit(do_not_specialize=["T", "STRIDE"])
 def grouped_kernel(
     x,
     w,
+    bias,
     added,
     scales,
     out,
@@ -182,6 +233,9 @@ def grouped_kernel(
     BY_COLUMNS: tl.constexpr,
     SWIGLU: tl.constexpr,
     KEEPS: tl.constexpr,
+    BIAS: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     ADDS: tl.constexpr,
     SCALES: tl.constexpr,
     DOTS: tl.constexpr,
@@ -192,8 +246,10 @@ def grouped_kernel(
     A weight is N x KI, or KI x N with BY_COLUMNS. Rows of x are found by IN, rows of out by OUT, all
     others by place. Flags add these operations, in this order:
 
-        SWIGLU  w has twice as many rows, gates above ups: silu(gate) * up
-        ADDS    first add `added` (to gates and ups, with SWIGLU)
+        SWIGLU  w has twice as many rows, gates above ups: silu(gate) * up; where LIMIT is not 0, they
+                alternate: (up + 1) * gate * sigmoid(ALPHA gate), clamped to LIMIT
+        BIAS    first add the expert's bias (to gates and ups, with SWIGLU)
+        ADDS    first add `added` (likewise)
         KEEPS   store gates and ups, in `kept`
         DOTS    store the sum over the tile's columns of the result times `factors`, in dots[n]
         SCALES  multiply by the pair's scale
@@ -211,39 +267,56 @@ def grouped_kernel(
     start = expert.to(tl.int64) * STRIDE
     if STRIDE == 0:
         start += tl.sum(tl.where(e < expert, count, 0))
+    # Gates and ups that alternate are columns of one product.
+    PAIRS: tl.constexpr = SWIGLU and LIMIT != 0.0
+    HALVES: tl.constexpr = SWIGLU and LIMIT == 0.0
+    WIDE: tl.constexpr = BN * (1 + PAIRS)
     m = first + tl.arange(0, BM)
-    n, k = pid_n * BN + tl.arange(0, BN), tl.arange(0, BK)
-    there, inside_n = m < own, n < N
+    n, k = pid_n * WIDE + tl.arange(0, WIDE), tl.arange(0, BK)
+    there, inside_n = m < own, n < N * (1 + PAIRS)
     place = start + m
     pair = tl.load(pairs + place, there, other=0)
     rows = x + _find_rows(place, pair, T, K, IN)[:, None] * KI + k[None, :]
     w += expert.to(tl.int64) * N * KI * (1 + SWIGLU)
     if BY_COLUMNS:
-        columns, step = w + n[None, :] + k[:, None].to(tl.int64) * N, BK * N
+        tl.static_assert(not HALVES, "gates and ups of a weight by columns alternate")
+        line = N * (1 + PAIRS)
+        columns, step = w + n[None, :] + k[:, None].to(tl.int64) * line, BK * line
     else:
         columns, step = w + n[None, :].to(tl.int64) * KI + k[:, None], BK
     to_up = N.to(tl.int64) * KI
-    acc, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    acc, up = tl.zeros((BM, WIDE), tl.float32), tl.zeros((BM, BN), tl.float32)
     for i in tl.range(0, tl.cdiv(KI, BK), num_stages=STAGES):
         inside_k = i * BK + k < KI
         inside = inside_k[:, None] & inside_n[None, :]
         a = tl.load(rows + i * BK, there[:, None] & inside_k[None, :], other=0.0)
         acc = tl.dot(a, tl.load(columns + i * step, inside, other=0.0), acc)
-        if SWIGLU:
+        if HALVES:
             up = tl.dot(a, tl.load(columns + to_up + i * step, inside, other=0.0), up)
     dtype: tl.constexpr = out.dtype.element_ty
     mask = there[:, None] & inside_n[None, :]
     wide = place[:, None] * (N * (1 + SWIGLU)) + n[None, :]
+    if BIAS:
+        of_expert = bias + expert * (N * (1 + SWIGLU)) + n
+        acc += tl.load(of_expert, inside_n, other=0.0).to(tl.float32)[None, :]
+        if HALVES:
+            up += tl.load(of_expert + N, inside_n, other=0.0).to(tl.float32)[None, :]
     if ADDS:
         acc += tl.load(added + wide, mask, other=0.0).to(tl.float32)
-        if SWIGLU:
+        if HALVES:
             up += tl.load(added + wide + N, mask, other=0.0).to(tl.float32)
     result = acc.to(dtype)
-    if SWIGLU:
+    if KEEPS:
+        tl.store(kept + wide, result, mask)
+    if HALVES:
         if KEEPS:
-            tl.store(kept + wide, result, mask)
             tl.store(kept + wide + N, up.to(dtype), mask)
         result = gated(result, up.to(dtype))
+    if PAIRS:
+        gate, up = tl.split(tl.reshape(result, (BM, BN, 2)))
+        result = _gate_clamped(gate, up, ALPHA, LIMIT).to(dtype)
+        n = pid_n * BN + tl.arange(0, BN)
+        mask = there[:, None] & (n < N)[None, :]
     if DOTS:
         other = tl.load(factors + wide, mask, other=0.0).to(tl.float32)
         tl.store(dots + pid_n * M + pair, tl.sum(acc * other, axis=1), there)
@@ -284,6 +357,8 @@ def multiply_grouped(
     by_columns: bool = False,
     is_swiglu: bool = False,
     keeps: bool = False,
+    bias: Tensor | None = None,
+    gating: ClampedGating | None = None,
     added: Tensor | None = None,
     scales: Tensor | None = None,
     factors: Tensor | None = None,
@@ -293,9 +368,11 @@ def multiply_grouped(
     Args:
         x: operand.
         by: how to find rows of x: TOKEN, PAIR or PLACE.
-        weight: E x N x KI, or E x KI x N with `by_columns`; with `is_swiglu` E x 2N x KI.
+        weight: E x N x KI, or E x KI x N with `by_columns`; with `is_swiglu` 2N instead of N.
         into: how to find rows of the result: PAIR, PLACE or PART.
         keeps: return the gates and ups, M x 2N, too.
+        bias: E x N, or E x 2N with `is_swiglu`.
+        gating: with `is_swiglu`, how gates and ups are combined; they alternate then.
         added: M x N, or M x 2N with `is_swiglu`, by place.
         scales: fp32, factor of each pair.
         factors: M x N, by place; the result's products with them are summed per pair.
@@ -320,6 +397,7 @@ def multiply_grouped(
     grouped_kernel[(columns, most)](
         x,
         weight,
+        x if bias is None else bias,
         x if added is None else added,
         x if scales is None else scales,
         out,
@@ -345,6 +423,9 @@ def multiply_grouped(
         BY_COLUMNS=by_columns,
         SWIGLU=is_swiglu,
         KEEPS=keeps,
+        BIAS=bias is not None,
+        ALPHA=0.0 if gating is None else gating.alpha,
+        LIMIT=0.0 if gating is None else gating.limit,
         ADDS=added is not None,
         SCALES=scales is not None,
         DOTS=factors is not None,

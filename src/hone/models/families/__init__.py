@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.sections import Implementation
-from hone.models.families import dense, qwen3_5
+from hone.models.families import dense, gpt_oss, qwen3_5
 from hone.models.families.hf_spec import is_installed, parse_hf_config
 from hone.models.families.qwen3_5 import Qwen35, parse_qwen3_5
 from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
@@ -69,6 +69,7 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(
         dense.parse_gemma3, defaults=dense.GEMMA3_DEFAULTS, activation=GELU
     ),
+    "GptOssForCausalLM": Family(gpt_oss.parse_gpt_oss, gpt_oss.GptOss, gpt_oss.DEFAULTS),
     "GraniteForCausalLM": Family(dense.parse_granite, defaults=SHORT_CONTEXT),
     "Ministral3ForCausalLM": Family(dense.parse_ministral3, defaults=MINISTRAL3_DEFAULTS),
     "MistralForCausalLM": Family(dense.parse_mistral, defaults=MISTRAL_DEFAULTS),
