@@ -49,6 +49,35 @@ SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, head
 }
 EXPERTS = "experts"  # a mixture of experts: 64 of 512
 HYBRID = "hybrid"  # as Qwen3.5-4B: the gated delta rule, and attention with a gate
+GPT_OSS = "gpt-oss"  # as gpt-oss-20b: experts by inputs, with biases and clamped gates; sinks
+CONFIGS = {
+    EXPERTS: {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "hidden_size": 1024,
+        "intermediate_size": 0,
+        "num_attention_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "num_key_value_heads": 8,
+    },
+    HYBRID: {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "hidden_size": 2560,
+        "intermediate_size": 9216,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
+    GPT_OSS: {
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_attention_heads": 64,
+        "num_local_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+}
 EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
 
 
@@ -114,7 +143,7 @@ def pretend(capability: str) -> None:
             asked()
     torch.Tensor.is_cuda = property(lambda self: True)  # type: ignore[assignment]
     cache.PAGE["cpu"] = cache.PAGE["cuda"]
-    attention_layouts.flash_varlen = lambda q, *_: torch.zeros_like(q)  # torch's own
+    attention_layouts.flash_varlen = lambda q, *_: 0 * q  # torch's own
 
 
 def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
@@ -136,22 +165,11 @@ def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
 
 
 def build_model(name: str) -> Transformer:
-    if name == EXPERTS:
-        sizes = {"hidden_size": 1024, "intermediate_size": 0, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-        experts = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512}
-        config = {"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 4096}
+    if name in CONFIGS:
+        config = {"vocab_size": 4096, "num_hidden_layers": 2} | CONFIGS[name]
         with torch.device("meta"):
-            model = Transformer(parse_model_config(config | sizes | heads | experts))
+            model = Transformer(parse_model_config(config))
         # No memory for weights: nothing is multiplied
-        return model.bfloat16().to_empty(device="cpu")
-    if name == HYBRID:
-        sizes = {"hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 16, "num_key_value_heads": 4}
-        kinds = {"layer_types": ["linear_attention", "full_attention"]}
-        config = {"architectures": ["Qwen3_5ForCausalLM"], "vocab_size": 4096}
-        with torch.device("meta"):
-            model = Transformer(parse_model_config(config | sizes | heads | kinds))
         return model.bfloat16().to_empty(device="cpu")
     width, inner, heads, key_heads, size = SHAPES[name]
     numbers = (

@@ -79,7 +79,7 @@ for rows, is_swiglu in ((1, False), (16, False), (32, True)):
     ptx = in_gluon(few_row_products.held_kernel, numbers, tile | around, ("M", "P", "eps"), tile["WARPS"], registers)
     assert "mma.sync" in ptx and "ld.global.v4.b32" in ptx
 
-half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out"), "*bf16")
+half = dict.fromkeys(("qkv", "q_scale", "k_scale", "keys", "values", "out", "sinks"), "*bf16")
 numbers = half | dict.fromkeys(("cos", "sin", "part_acc", "part_stats"), "*fp32")
 numbers |= dict.fromkeys(("active", "state", "table"), "*i64") | dict.fromkeys(("eps", "scale_log2"), "fp32")
 numbers |= {"arrived": "*i32", "table_row": "i32"}
@@ -97,7 +97,7 @@ for H, K, E, parts, count in shapes:
     cut = decode_attention.blocks_of(count, 1, 1024, C, E, False)._asdict()
     registers = cut.pop("maxnreg")
     sizes = dict(H=H, K=K, E=E, PAGE=64, C=C, PARTS=parts, NORM=True, ROT=rotated, SHARE=44)
-    sizes |= form.constants()
+    sizes |= form.constants() | {"SINKS": E == 64}
     ptx = in_gluon(decode_attention.alone_kernel, numbers, cut | sizes, ("eps", "scale_log2"), cut["WARPS"], registers)
     assert all(name in ptx for name in ("mma.sync", "cp.async.cg.shared.global", "ldmatrix"))
 print("done")

@@ -15,7 +15,15 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from hone.config.sections import ModelConfig
-from hone.models.hf import find_weights, write_description
+from hone.models.families import parse_model_config
+from hone.models.hf import (
+    find_weights,
+    hf_tensors,
+    load_model,
+    save_model,
+    write_description,
+)
+from hone.models.transformer import Transformer
 from hone.records import Prompt
 from hone.text.model_text import SHIPPED, resolve_template
 from hone.text.tokenizer import Tokenizer
@@ -454,3 +462,62 @@ assert not takes_vllm(InferenceConfig.model_validate({"model": {"name": sys.argv
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code, TINY], check=True)
+
+
+def test_weights_in_mxfp4_are_read_and_written_in_bfloat16(tmp_path):
+    """The numbers are those of transformers; a saved model has plain weights."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    experts, layers, hidden, inner = 3, 2, 64, 96
+    config = {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 40,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "num_local_experts": experts,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+    }
+    model = Transformer(parse_model_config(config)).bfloat16()
+    model.init_weights(torch.Generator().manual_seed(0))
+    tensors = {name: x.clone() for name, x in hf_tensors(model)}
+    draw = torch.Generator().manual_seed(1)
+    wanted = {}
+    for layer in range(layers):
+        for part, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+            name = f"model.layers.{layer}.mlp.experts.{part}_proj"
+            shape = (experts, rows, columns // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+            scales = torch.randint(120, 130, shape, generator=draw, dtype=torch.uint8)
+            del tensors[name]
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            wanted[name] = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+    source = tmp_path / "packed"
+    source.mkdir()
+    quantized = {"quantization_config": {"quant_method": "mxfp4"}}
+    (source / "config.json").write_text(json.dumps(config | quantized))
+    save_file(tensors, source / "model.safetensors")
+    read = load_model(source, dtype=torch.bfloat16)
+    found = dict(hf_tensors(read))
+    assert wanted.keys() < found.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, wanted.get(name, tensors.get(name))), name
+    save_model(read, source, tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+    again = dict(hf_tensors(load_model(tmp_path / "saved", dtype=torch.bfloat16)))
+    assert all(torch.equal(again[name], tensor) for name, tensor in found.items())
+    short = {
+        name: x
+        for name, x in tensors.items()
+        if not name.endswith("1.mlp.experts.down_proj_scales")
+    }
+    save_file(short, source / "model.safetensors")
+    with pytest.raises(ValueError, match="down_proj_scales is missing"):
+        load_model(source)
+    other = {"quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ValueError, match="'fp8' is not supported; supported: mxfp4"):
+        parse_model_config(config | other, implementation="hone")

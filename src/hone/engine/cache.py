@@ -176,8 +176,7 @@ class DecodeAttention:
 
     def __call__(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         options = heads.options
-        has_kernel = options is None or options.sinks_H is None
-        if has_kernel and gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
+        if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             return self._attend_on_gpu(layer, qkv_BNE, heads)
         keys, values = self.cache.store[layer]
         rows = self.rows
@@ -223,4 +222,5 @@ class DecodeAttention:
             rows.is_long,
             self.cache.hidden_size,
             heads.form,
+            None if heads.options is None else heads.options.sinks_H,
         )

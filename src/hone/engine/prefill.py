@@ -218,11 +218,9 @@ class _Inputs:
         options: AttentionOptions | None,
     ) -> Tensor:
         longest = self.shape.longest
-        window = None
         if options is not None:
             q, options = options.reduce_to_plain(q, longest)
-            window = None if options is None else options.window
-        return flash_varlen(q, k, v, self.ends, self.ends, longest, longest, window).flatten(1)
+        return flash_varlen(q, k, v, self.ends, self.ends, longest, longest, options).flatten(1)
 
     def fill_inputs(
         self,

@@ -32,6 +32,7 @@ from hone.kernels import gpu, numerics
 from hone.kernels.attention_form import AttentionForm
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan
 from hone.kernels.delta_rule import run_plan
+from hone.kernels.flash_sinks import FlashCall, call_flash, flash_with_sinks
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm
@@ -128,8 +129,9 @@ class AttentionOptions:
         return None if is_plain_scale and is_plain else self
 
     @property
-    def has_window_alone(self) -> bool:
-        return self.scale is None and self.cap is None and self.sinks_H is None
+    def has_flash_form(self) -> bool:
+        """Return True if flash attention supports these options: a window and sinks alone."""
+        return self.scale is None and self.cap is None
 
     def reduce_to_plain(
         self, q_THE: Tensor, longest: int
@@ -138,13 +140,14 @@ class AttentionOptions:
 
         The scale becomes part of the queries, and a window that all fits into has no effect.
         """
-        if self.cap is not None or self.sinks_H is not None:
+        if self.cap is not None:
             return q_THE, self
         if self.scale is not None:
             q_THE = q_THE * (self.scale * q_THE.shape[-1] ** 0.5)
-        if self.window is None or longest <= self.window:
+        window = None if self.window is None or longest <= self.window else self.window
+        if window is None and self.sinks_H is None:
             return q_THE, None
-        return q_THE, AttentionOptions(window=self.window)
+        return q_THE, AttentionOptions(window=window, sinks_H=self.sinks_H)
 
     def attend(self, q_BHCE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor, distance: Tensor) -> Tensor:
         """Return attention outputs, B x H x C x E.
@@ -240,10 +243,10 @@ class FlatAttention:
         if options is not None:
             q_THE, options = options.reduce_to_plain(q_THE, self.longest)
         if options is not None:
-            if options.has_window_alone and takes_flash(q_THE) and not self.has_prefixes:
+            if options.has_flash_form and takes_flash(q_THE) and not self.has_prefixes:
                 places = self.sequence_boundaries
                 v_TKE = v_TKE.contiguous()
-                return flash_varlen(q_THE, k_TKE, v_TKE, *places, options.window).flatten(1)
+                return flash_varlen(q_THE, k_TKE, v_TKE, *places, options).flatten(1)
             return self._attend_buckets(q_THE, k_TKE, v_TKE, options)
         if takes(q_THE):
             return flat_attention(q_THE, k_TKE, v_TKE, self.sequences).flatten(1)
@@ -433,11 +436,10 @@ class ContinuedAttention(FlatAttention):
         if options is not None:
             q_THE, options = options.reduce_to_plain(q_THE, self.longest)
         is_plain = options is None and not keeps_order(q_THE)
-        has_window = options is not None and options.has_window_alone
-        if (is_plain or has_window) and takes_flash(q_THE):
-            window = None if options is None else options.window
+        has_flash_form = options is not None and options.has_flash_form
+        if (is_plain or has_flash_form) and takes_flash(q_THE):
             places = self.sequence_boundaries
-            return flash_varlen(q_THE, k_SKE, v_SKE, *places, window).flatten(1)
+            return flash_varlen(q_THE, k_SKE, v_SKE, *places, options).flatten(1)
         q_SHE = put_rows(q_THE, self.own_T, len(k_SKE))
         return super().attend(q_SHE, k_SKE, v_SKE, options)[self.own_T]
 
@@ -469,34 +471,24 @@ def flash_varlen(
     of_k: Tensor,
     longest_q: int,
     longest_k: int,
-    window: int | None = None,
+    options: AttentionOptions | None = None,
 ) -> Tensor:
     """Run flash attention on the flat layout; the last query of a sequence sees all of its keys.
 
-    `of_q` and `of_k` are cumulative lengths. With `window` a token sees so many latest tokens,
-    itself included.
+    `of_q` and `of_k` are cumulative lengths; `options` may have a window and sinks.
     """
     out: Tensor
+    window = None if options is None else options.window
     left = -1 if window is None else window - 1
-    if torch.is_grad_enabled():
+    call = FlashCall(of_q, of_k, longest_q, longest_k, left)
+    if options is not None and options.sinks_H is not None:
+        out = flash_with_sinks(q, k, v, options.sinks_H, call)
+    elif torch.is_grad_enabled():
         from torch.nn.attention.varlen import varlen_attn
 
         out = varlen_attn(q, k, v, of_q, of_k, longest_q, longest_k, window_size=(left, 0))  # type: ignore[assignment]
     else:  # what varlen_attn calls, saving 0.2 ms of host time per layer
-        out = torch.ops.aten._flash_attention_forward(
-            q,
-            k,
-            v,
-            of_q,
-            of_k,
-            longest_q,
-            longest_k,
-            0.0,
-            False,
-            False,
-            window_size_left=left,
-            window_size_right=0,
-        )[0]
+        out = call_flash(q, k, v, call)[0]
     return out
 
 

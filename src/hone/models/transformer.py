@@ -280,10 +280,10 @@ class Transformer(LanguageModel):
 
     @property
     def trains_prefixes(self) -> bool:
-        # Flash attention takes larger heads than Hone's kernels, but no windows or caps with prefixes.
+        # Flash attention takes larger heads than Hone's kernels, but no options with prefixes.
         spec = self.spec
         has_windows = any(layer.window for layer in spec.layers)
-        is_plain = spec.attention_cap is None and not has_windows
+        is_plain = spec.attention_cap is None and not has_windows and not spec.has_sinks
         has_flash = gpu.has_kernels(self.embed.weight) and spec.head_dim <= FLASH_HEAD_SIZE
         return super().trains_prefixes or (is_plain and has_flash)
 

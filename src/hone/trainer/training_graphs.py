@@ -97,7 +97,8 @@ class TrainingGraphs:
         has_plain_attention = spec.has_plain_heads and all(
             layer.window is None for layer in spec.layers
         )
-        is_plain = spec.attention_cap is None and all(one.is_plain for one in lora_modules(model))
+        is_plain = spec.attention_cap is None and not spec.has_sinks
+        is_plain = is_plain and all(one.is_plain for one in lora_modules(model))
         if not (on_device and has_plain_attention and is_plain):
             return None
         return None if is_sharded or numerics.is_exact() else TrainingGraphs(model)

@@ -360,6 +360,7 @@ def decode(
     is_long: bool,
     width: int,
     form: AttentionForm = PLAIN_FORM,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Return the attention outputs of one new token per row; write its k and v to the cache.
 
@@ -375,6 +376,7 @@ def decode(
         width: hidden size of the model.
         form: of the attention; with shared pages and in exact numerics only the scale may differ
             from the plain form.
+        sinks_H: logit per head that joins the softmax; not with shared pages or exact numerics.
     """
     is_exact = numerics.keeps_order("attention")
     if shared is None and not is_exact:
@@ -395,7 +397,9 @@ def decode(
             is_long,
             width,
             form,
+            sinks_H,
         )
+    assert sinks_H is None
     assert form == AttentionForm(scale=form.scale) and cos.shape[1] == qkv.shape[2]
     B, N, E = qkv.shape
     K, PAGE = (N - H) // 2, keys.shape[1]

@@ -134,6 +134,7 @@ def alone_kernel(
     part_stats,
     arrived,
     scale_log2,
+    sinks,
     H: gl.constexpr,
     K: gl.constexpr,
     E: gl.constexpr,
@@ -150,6 +151,7 @@ def alone_kernel(
     CAP: gl.constexpr,
     GROWTH: gl.constexpr,
     GROWTH_LENGTH: gl.constexpr,
+    SINKS: gl.constexpr,
     SHARE: gl.constexpr,
     PDL: gl.constexpr,
 ):
@@ -159,7 +161,8 @@ def alone_kernel(
     includes the new token. C: the number of queries per k/v head, rounded up to a power of 2.
     `arrived` counts the finished blocks of a sequence and k/v head; the last block adds the partial
     results and resets the count to 0. ROT: rotated numbers of a head. OFFSET, WINDOW, CAP, GROWTH:
-    see `AttentionForm` (`kernels/decode.py`); 0: none. SHARE: see `set_memory_share`.
+    see `AttentionForm` (`kernels/decode.py`); 0: none. SINKS: `sinks` has a logit per head that joins
+    the softmax. SHARE: see `set_memory_share`.
     """
     G: gl.constexpr = H // K
     # Queries are rows on the left side of q k, whose rows are 16 at least, and columns on the right side of v p.
@@ -314,6 +317,14 @@ def alone_kernel(
         1.0,
         newest_v,
     )
+    if SINKS:
+        sink_C = gl.load(sinks + head * G + c_1, c_1 < G, other=0.0).to(gl.float32) * LOG2_E
+        sink_C = gl.where(is_newest, sink_C, -1e30)
+        higher_C = gl.maximum(best_C, sink_C)
+        shrink_C = gl.exp2(best_C - higher_C)
+        weight_C = weight_C * shrink_C + gl.exp2(sink_C - higher_C)
+        acc_EC = acc_EC * shrink_C[None, :]
+        best_C = higher_C
     at_out, inside = out + (b * H + head * G + c_1[None, :]) * E + e_1, (c_1 < G)[None, :]
     if PARTS == 1:
         gl.store(at_out, (acc_EC / weight_C[None, :]).to(dtype), inside)
@@ -458,6 +469,7 @@ def attend_alone(
     is_long: bool,
     width: int,
     form: AttentionForm = PLAIN_FORM,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Compute `decode` (`gpu/decode.py`) without shared pages: read each sequence's pages
     separately.
@@ -489,6 +501,7 @@ def attend_alone(
         table.shape[1],
         *results,
         form.scale_log2(E),
+        out if sinks_H is None else sinks_H,
         H=H,
         K=K,
         E=E,
@@ -498,6 +511,7 @@ def attend_alone(
         NORM=is_normed,
         ROT=cos.shape[1],
         **form.constants(),
+        SINKS=sinks_H is not None,
         SHARE=share,
         **cut._asdict(),
         **options(cut.WARPS),
