@@ -75,6 +75,7 @@ FAMILIES = {
     "Qwen3.5-0.8B": MODELS["Qwen3.5-0.8B"],
     "Qwen3.5-4B": MODELS["Qwen3.5-4B"],
     "Qwen3.5-35B-A3B": MODELS["Qwen3.5-35B-A3B"],
+    "gpt-oss-20B": MODELS["gpt-oss-20B"],
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
     "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
     "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),

@@ -134,6 +134,7 @@ def main() -> None:
                     label = engine if logprobs else f"{engine} without logprobs"
                     # The first is for warming up
                     results[name].setdefault(label, []).extend(speeds[1:])
+                    print(f"{label}, {name}: {median(speeds[1:]):,.0f} tokens/s", flush=True)
             worker.end()
         for name, of_engines in results.items():
             most = limit(name, arguments.shape, rate)

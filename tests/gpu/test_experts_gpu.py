@@ -14,7 +14,7 @@ from hone.kernels.expert_products import (
     multiply_experts,
     multiply_groups,
 )
-from hone.kernels.swiglu import ClampedGating
+from hone.kernels.gating import ClampedGating
 from hone.models.families import parse_model_config
 from hone.models.lora import Merged
 from hone.models.transformer import Transformer

@@ -28,9 +28,10 @@ from hone.kernels.expert_products import (
     multiply_groups,
 )
 from hone.kernels.flat_attention import Sequences
+from hone.kernels.gating import ClampedGating
 from hone.kernels.norm import add_norm_reference, offset_norm
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
-from hone.kernels.swiglu import ClampedGating, swiglu_reference
+from hone.kernels.swiglu import swiglu_reference
 from hone.models import ops
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config

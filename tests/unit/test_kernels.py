@@ -17,7 +17,7 @@ from hone import machine
 from hone.config.lora_config import LoRAConfig
 from hone.engine.slots import Slots
 from hone.engine.token_sampler import FILTERED_OUT, draw_reference, draw_tokens
-from hone.kernels import cpu
+from hone.kernels import cpu, flash_sinks
 from hone.kernels import row_state as column
 from hone.kernels.decode import DecodeRows, attend_by_pages, attend_by_pages_reference
 from hone.kernels.fingerprint_tables import WORDS
@@ -30,6 +30,7 @@ from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.orthogonal import orthogonal, orthogonal_reference
 from hone.kernels.row_gather import put_rows, take_rows
 from hone.kernels.swiglu import swiglu, swiglu_reference
+from hone.models.attention_layouts import AttentionOptions
 from hone.models.lora import add_lora
 from hone.models.ops import CPU, CpuOps
 from hone.models.spec import ModelSpec, make_plain_layers
@@ -347,3 +348,58 @@ def test_who_compiles_kernels_ends_with_whoever_asked_for_them():
     start = time.monotonic()
     process.communicate()  # until nobody can write there any more
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_flash_attention_with_sinks_by_plain_torch(monkeypatch, window):
+    """The algebra around torch's flash attention, which a CPU does not have: against autograd."""
+    T, H, K, E = 11, 4, 2, 8
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(T, H, E), (T, K, E), (T, K, E), (H,)]
+    leaves = [torch.randn(*shape, generator=draw, dtype=torch.float64) for shape in shapes]
+    direction = torch.randn(T, H, E, generator=draw, dtype=torch.float64)
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    left = -1 if window is None else window - 1
+    is_seen = (distance >= 0) & (distance <= left if window else True)
+
+    def compute_logits(q, k):
+        logits = torch.einsum("the,she->hts", q, k.repeat_interleave(H // K, 1)) / E**0.5
+        return logits.masked_fill(~is_seen, -torch.inf)
+
+    def call_flash(q, k, v, call):
+        assert call.left == left
+        logits = compute_logits(q, k)
+        share, wide = logits.softmax(-1), v.repeat_interleave(H // K, 1)
+        nothing = torch.zeros(1)
+        return torch.einsum("hts,she->the", share, wide), logits.logsumexp(-1), nothing, nothing
+
+    def differentiate_flash(grad, qkv, found, call):
+        """Flash attention's backward pass: from the outputs and the logsumexp alone."""
+        q, k, v = qkv
+        wide_k, wide_v = (x.repeat_interleave(H // K, 1) for x in (k, v))
+        share = (compute_logits(q, k) - found[1][:, :, None]).exp()
+        delta = (grad * found[0]).sum(-1).T[:, :, None]
+        of_share = torch.einsum("the,she->hts", grad, wide_v)
+        of_logits = share * (of_share - delta) / E**0.5
+        of_q = torch.einsum("hts,she->the", of_logits, wide_k)
+        of_k = torch.einsum("hts,the->she", of_logits, q)
+        of_v = torch.einsum("hts,the->she", share, grad)
+        return of_q, *(x.unflatten(1, (K, H // K)).sum(2) for x in (of_k, of_v))
+
+    monkeypatch.setattr(flash_sinks, "call_flash", call_flash)
+    monkeypatch.setattr(flash_sinks, "differentiate_flash", differentiate_flash)
+    ends = torch.tensor([0, T])
+    call = flash_sinks.FlashCall(ends, ends, T, T, left)
+    results = []
+    for is_flash in (True, False):
+        q, k, v, sinks = (x.clone().requires_grad_() for x in leaves)
+        if is_flash:
+            out = flash_sinks.flash_with_sinks(q, k, v, sinks, call)
+        else:
+            heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+            options = AttentionOptions(window=window, sinks_H=sinks)
+            out = options.attend(*heads, distance)[0].transpose(0, 1)
+        (out * direction).sum().backward()
+        results.append([out, *(x.grad for x in (q, k, v, sinks))])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)  # sums of sinks are fp32

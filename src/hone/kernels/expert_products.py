@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels import gpu
-from hone.kernels.swiglu import ClampedGating, swiglu
+from hone.kernels.gating import ClampedGating
+from hone.kernels.swiglu import swiglu
 
 if TYPE_CHECKING:
     from hone.kernels.gpu.expert_kernels import ExpertRows

@@ -45,6 +45,29 @@ def call_flash(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor
     return found[0], found[1], found[2], found[3]
 
 
+def differentiate_flash(
+    grad: Tensor, qkv: tuple[Tensor, Tensor, Tensor], found: tuple[Tensor, ...], call: FlashCall
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v; `found` has what `call_flash` returns."""
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        grad,
+        *qkv,
+        found[0],
+        found[1],
+        call.of_q,
+        call.of_k,
+        call.longest_q,
+        call.longest_k,
+        0.0,
+        False,
+        found[2],
+        found[3],
+        window_size_left=call.left,
+        window_size_right=0,
+    )
+    return gradients
+
+
 def flash_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, call: FlashCall) -> Tensor:
     """Return attention outputs, T x H x E, with gradients."""
     out: Tensor = _FlashWithSinks.apply(q, k, v, sinks_H, call)  # type: ignore[no-untyped-call]
@@ -67,26 +90,10 @@ class _FlashWithSinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         q, k, v, sinks_H, out, total_HT, seed, unused, of_q, of_k = ctx.saved_tensors
-        longest_q, longest_k, left = ctx.sizes
         grad = grad.contiguous()
-        of_qkv = torch.ops.aten._flash_attention_backward(
-            grad,
-            q,
-            k,
-            v,
-            out,
-            total_HT,
-            of_q,
-            of_k,
-            longest_q,
-            longest_k,
-            0.0,
-            False,
-            seed,
-            unused,
-            window_size_left=left,
-            window_size_right=0,
-        )
+        found = (out, total_HT, seed, unused)
+        call = FlashCall(of_q, of_k, *ctx.sizes)
+        of_qkv = differentiate_flash(grad, (q, k, v), found, call)
         share_HT = (sinks_H.float()[:, None] - total_HT).exp()
         product_TH = (grad.float() * out.float()).sum(-1)
         of_sinks = -(share_HT * product_TH.T).sum(1).to(sinks_H.dtype)

@@ -1,35 +1,11 @@
 """SwiGLU on a fused projection: silu(gate) * up (Shazeer 2020)."""
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hone.kernels import cpu, gpu
 from hone.kernels.linear import is_ordered, linear
-
-
-@dataclass(frozen=True)
-class ClampedGating:
-    """SwiGLU of GPT-OSS: (up + 1) * gate * sigmoid(alpha gate), with both clamped first.
-
-    Gates and ups alternate: gate 0, up 0, gate 1, up 1, …
-
-    Attributes:
-        alpha: slope of the sigmoid.
-        limit: of gates from above, and of ups from both sides.
-    """
-
-    alpha: float
-    limit: float
-
-    def apply(self, gate_up: Tensor) -> Tensor:
-        """Return the gated units, T x F, of gate_up T x 2F."""
-        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:

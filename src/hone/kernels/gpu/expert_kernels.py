@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hone.kernels.gating import ClampedGating
 from hone.kernels.gpu import options, power_of_2, stages_of
 from hone.kernels.gpu.launching import wait
 from hone.kernels.gpu.row_kernels import gated
-from hone.kernels.swiglu import ClampedGating
 
 # How to find a row of an operand: by the pair's token, by the pair, or by the place in the list of
 # rows by expert; PART: part k, token t, of K x T rows.

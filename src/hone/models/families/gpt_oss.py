@@ -5,14 +5,12 @@ Imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+from hone.kernels.gating import ClampedGating
 from hone.models.families.dense import FULL, SLIDING, parse_layers
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.rope import NotImplementedHere
-
-if TYPE_CHECKING:
-    from hone.kernels.swiglu import ClampedGating
 
 PACKED_FORMAT = "mxfp4"  # of the experts' weights in published files (`models/mxfp4.py`)
 DEFAULTS = {
@@ -36,23 +34,11 @@ class GptOss(Qwen3Moe):
 
     The weights of all experts of a layer are one tensor, experts x inputs x outputs, with
     alternating gates and ups.
-
-    Attributes:
-        gate_alpha, gate_limit: see `ClampedGating`.
     """
-
-    gate_alpha: float
-    gate_limit: float
 
     has_expert_biases: ClassVar[bool] = True
     has_input_major_experts: ClassVar[bool] = True
     stores_whole_experts: ClassVar[bool] = True
-
-    @property
-    def gating(self) -> "ClampedGating":
-        from hone.kernels.swiglu import ClampedGating
-
-        return ClampedGating(self.gate_alpha, self.gate_limit)
 
     def feed_forward_names(self) -> dict[str, list[str]]:
         # Files have these tensors whole; single experts have names for adapters and optimizers.
@@ -110,6 +96,5 @@ def parse_gpt_oss(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
         "experts": int(config["num_local_experts"]),
         "experts_per_token": int(config["num_experts_per_tok"]),
         "normalizes": True,
-        "gate_alpha": float(config["swiglu_alpha"]),
-        "gate_limit": float(config["swiglu_limit"]),
+        "gating": ClampedGating(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
     }

@@ -1,13 +1,11 @@
 """Qwen3-MoE: each token uses a few of many small feed-forward experts. Imports no torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from hone.kernels.gating import ClampedGating
 from hone.models.rope import NotImplementedHere
 from hone.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from hone.kernels.swiglu import ClampedGating
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +16,11 @@ class Qwen3Moe(ModelSpec):
     experts_per_token: int
     normalizes: bool  # normalize the weights of a token's experts to sum 1
     shared_size: int = 0  # hidden units of the shared expert; 0: there is none
+    gating: ClampedGating | None = None  # how experts combine gates and ups; None: silu(gate) * up
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "experts"
     has_expert_biases: ClassVar[bool] = False  # of the router and of all experts
     has_input_major_experts: ClassVar[bool] = False  # weights are inputs x outputs
-
-    @property
-    def gating(self) -> "ClampedGating | None":
-        """Return how experts combine gates and ups; None: silu(gate) * up."""
-        return None
 
     @property
     def has_fast_paths(self) -> bool:
