@@ -76,7 +76,7 @@ def test_warm_up_rl_in_processes_and_a_server(kind, implementation, tmp_path):
 
 
 def test_what_is_not_supported_is_refused_by_name(tmp_path):
-    model = make_model("gpt_oss", tmp_path / "model")
+    model = make_model("cohere2", tmp_path / "model")
     done = command("inference", "--model.name", model, "--model.implementation", "hone", ok=False)
     assert "architecture" in done.stderr and "is not supported" in done.stderr
     config = json.loads((model / "config.json").read_text()) | {
