@@ -6,6 +6,7 @@ import torch
 from hone.engine.engine import Engine
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
+from hone.models.gemma4 import Gemma4Transformer
 from hone.models.hf import load_model
 from hone.models.spec import read_model_config
 from hone.models.weight_proof import score_sequence
@@ -56,7 +57,8 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
     exact, half = pair
     kind = half.spec.config["model_type"] if hasattr(half.spec, "config") else ""
     # Decode steps are CUDA graphs, except where modules make the host wait or have no kernel.
-    assert half.stays_on_device == (kind not in ("gpt_oss", "lfm2"))
+    has_graphs = kind not in ("gpt_oss", "lfm2") and not isinstance(half, Gemma4Transformer)
+    assert half.stays_on_device == has_graphs
     engine = Engine(half, max_batch_size=4, max_model_len=96, kv_cache_gib=0.2, prefill_tokens=32)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 256, (n,), generator=generator).tolist() for n in (50, 50, 9)]

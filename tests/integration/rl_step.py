@@ -1,7 +1,7 @@
 """Two RL steps on a fixed batch, their metrics as JSON: run alone or under torchrun by test_training.py.
 
 usage: rl_step.py OUT [KEY=JSON …] of TrainerConfig, and family="qwen3_5" for layers with the gated delta rule,
-"qwen3_moe" for experts
+"qwen3_moe" for experts, "gemma4" for layers that share keys
 """
 
 import json
@@ -14,8 +14,8 @@ import torch
 from hone.config.rl_config import TrainerConfig
 from hone.models.families import parse_model_config
 from hone.models.families.qwen3_moe import Qwen3Moe
+from hone.models.hf import model_class
 from hone.models.spec import ModelSpec, make_plain_layers
-from hone.models.transformer import Transformer
 from hone.records import Batch, Sample
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -41,13 +41,32 @@ DELTA = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 40,
+    "vocab_size_per_layer_input": 40,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
 SIZES = (40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
 SPECS = {
     "qwen3": ModelSpec(*SIZES),
     "qwen3_5": parse_model_config(DELTA),
+    "gemma4": parse_model_config(GEMMA4),
     "qwen3_moe": Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True),
 }
-model = Transformer(SPECS[given.pop("family", "qwen3")])
+spec = SPECS[given.pop("family", "qwen3")]
+model = model_class(spec)(spec)
 model.init_weights(torch.Generator().manual_seed(0))
 draw = torch.Generator().manual_seed(1)
 samples = []

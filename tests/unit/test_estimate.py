@@ -19,8 +19,10 @@ from hone.kernels.pinned_memory import PORTION, ROOMS
 from hone.launch.card_fit import CARD_GIB, find_cure, fit_lines, need_on
 from hone.launch.estimate import memory_lines
 from hone.models.families import parse_model_config
+from hone.models.gemma4 import Gemma4Transformer
+from hone.models.lora import add_lora
 from hone.models.transformer import Transformer
-from hone.trainer.memory_estimate import estimate_rl, micro_batch_tokens
+from hone.trainer.memory_estimate import adapter_size, estimate_rl, micro_batch_tokens
 from hone.trainer.memory_plan import CPU_SHARE, choose_memory, estimate_need
 from hone.trainer.rl.trainer import PolicyTrainer
 from tests.unit.test_families import CONFIGS
@@ -35,6 +37,24 @@ QWEN3_4B = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "tie_word_embeddings": True,
+}
+
+GEMMA4 = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "vocab_size": 50,
+    "vocab_size_per_layer_input": 50,
+    "hidden_size": 32,
+    "hidden_size_per_layer_input": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 3,
+    "use_double_wide_mlp": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "max_position_embeddings": 64,
 }
 
 
@@ -85,10 +105,24 @@ def test_what_is_offloaded_is_the_machines():
     )
 
 
-def test_the_cache_is_what_it_says():
-    spec = parse_model_config(CONFIGS["dense"])
-    store = KVCache(spec, torch.float32, torch.device("cpu"), 16 * 99).store
-    assert nbytes([store]) == 16 * 100 * spec.cache_numbers * 4  # and a page to write nothing to
+@pytest.mark.parametrize("kind", ["dense", "gemma4"])
+def test_the_cache_is_what_it_says(kind):
+    spec = parse_model_config(CONFIGS["dense"] if kind == "dense" else GEMMA4)
+    stores = KVCache(spec, torch.float32, torch.device("cpu"), 16 * 99).stores.values()
+    assert nbytes(stores) == 16 * 100 * spec.cache_numbers * 4  # and a page to write nothing to
+
+
+def test_weights_of_gemma_4_are_what_its_shape_says():
+    spec = parse_model_config(GEMMA4)
+    model = Gemma4Transformer(spec)
+    matrices = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    assert matrices == spec.parameter_count()
+    for targets in (None, ["k_proj", "down_proj"]):
+        model = Gemma4Transformer(spec)
+        config = LoRAConfig(rank=4, targets=targets)
+        add_lora(model, config, seed=0)
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        assert trained == adapter_size(spec, config)
 
 
 def test_qwen3_4b_on_one_card():

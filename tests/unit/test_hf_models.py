@@ -194,7 +194,7 @@ FAMILIES = {
 LENGTHS = [24, 9, 17]
 # Also computed by Hone's own blocks.
 OWN = """qwen3 llama qwen2 olmo2 olmo3 smollm3 mistral ministral3 gemma2 gemma3_text granite phi3
-phi3_long qwen2_windows qwen3_5_text qwen3_5_moe_text gpt_oss""".split()
+phi3_long qwen2_windows qwen3_5_text qwen3_5_moe_text gpt_oss gemma4_e""".split()
 KINDS = {"gemma4_e": "gemma4_text", "phi3_long": "phi3", "qwen2_windows": "qwen2"}
 
 
@@ -565,6 +565,7 @@ VISION = {
 }
 WITH_VISION = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_e",
     "mistral3": "ministral3",
     "llava": "llama",
     "qwen3_5": "qwen3_5_text",
@@ -580,7 +581,8 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
 ):
     from transformers import AutoModelForImageTextToText
 
-    text = SHAPE | FAMILIES[WITH_VISION[kind]] | {"model_type": WITH_VISION[kind]}
+    name = WITH_VISION[kind]
+    text = SHAPE | FAMILIES[name] | {"model_type": KINDS.get(name, name)}
     clip = {"model_type": "clip_vision_model", "projection_dim": 16} if kind == "llava" else {}
     config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION | clip)
     torch.manual_seed(0)

@@ -1,6 +1,7 @@
-"""KV cache in pages: layers x (k, v) x pages x PAGE x K x E.
+"""KV cache in pages: for each layer, (k, v) x pages x PAGE x K x E.
 
-PAGE is the number of tokens per page, K the number of key-value heads, E their size. Thanks to
+PAGE is the number of tokens per page, K the number of key-value heads, E their size, which may
+differ by layer. Thanks to
 pages, the prompt of a group of completions is stored once, prompts share common prefixes, and a
 sequence takes memory only for its own length. Kernels read pages in place (`kernels/decode.py`).
 """
@@ -51,16 +52,17 @@ class KVCache:
         size = PAGE.get(device.type, 16)
         self.hidden_size = spec.hidden_size
         self.pool = PagePool(1 + -(-tokens // size), size)
-        shape = (
-            spec.attention_layers,
-            2,
-            self.pool.pages,
-            size,
-            spec.num_key_value_heads,
-            spec.head_dim,
-        )
+        self.device = device
         # Zeros, not garbage: masked positions are multiplied by a probability of 0, and 0 x NaN is NaN.
-        self.store = untouched_zeros(shape, dtype, device)
+        sizes = spec.cache_head_sizes
+        pages = (2, self.pool.pages, size, spec.num_key_value_heads)
+        # By size of a head: layers x (k, v) x pages x PAGE x K x E
+        self.stores = {
+            one: untouched_zeros((sizes.count(one), *pages, one), dtype, device)
+            for one in dict.fromkeys(sizes)
+        }
+        parts = {one: iter(store.unbind()) for one, store in self.stores.items()}
+        self.layers = [next(parts[one]) for one in sizes]  # of each layer, k and v
 
         # Experts of each token plus 1 (0: unknown), in pages like its keys, so that both are shared
         # together.
@@ -78,14 +80,17 @@ class KVCache:
         self.deltas: DeltaStates | None = None
         if spec.delta_layers:
             self.deltas = DeltaStates(spec, self.pool, dtype, device, sequences)
-        self._no_rotation: tuple[Tensor, Tensor] | None = None
+        self._no_rotation: dict[int, tuple[Tensor, Tensor]] = {}  # by size of a head
 
-    def no_rotation(self, positions: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of heads that are not rotated, `positions` x E."""
-        if self._no_rotation is None or len(self._no_rotation[0]) < positions:
-            cos_PE = self.store.new_ones(positions, self.store.shape[-1])
-            self._no_rotation = (cos_PE, torch.zeros_like(cos_PE))
-        return self._no_rotation
+    def no_rotation(self, positions: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of heads of a layer that are not rotated, `positions` x E."""
+        keys = self.layers[layer]
+        size = keys.shape[-1]
+        found = self._no_rotation.get(size)
+        if found is None or len(found[0]) < positions:
+            cos_PE = keys.new_ones(positions, size)
+            found = self._no_rotation[size] = (cos_PE, torch.zeros_like(cos_PE))
+        return found
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +98,7 @@ class KVCache:
         others = [] if self.routing is None else [self.routing]
         others += [] if self.mixers is None else [self.mixers.inputs]
         others += [] if self.deltas is None else [self.deltas.columns, self.deltas.matrices]
-        return self.store.nbytes + sum(x.nbytes for x in others)
+        return sum(x.nbytes for x in (*self.stores.values(), *others))
 
     def note_routing(
         self, model: LanguageModel, cells_T: Tensor, kept_N: Tensor | None = None
@@ -130,10 +135,10 @@ class KVCache:
 
     def copy_pages(self, source: list[int], target: list[int], tokens: int | None = None) -> None:
         """Copy pages `source` to pages `target`: the first `tokens` tokens of each, or all."""
-        here, there = (to_device(pages, self.store.device) for pages in (source, target))
+        here, there = (to_device(pages, self.device) for pages in (source, target))
         # Wider elements mean fewer of them to look up.
-        wide = self.store.flatten(4).view(torch.int64)
-        copied = [(wide[:, :, :, :tokens], 2)]
+        wide = [store.flatten(4).view(torch.int64) for store in self.stores.values()]
+        copied = [(one[:, :, :, :tokens], 2) for one in wide]
         if self.routing is not None:
             copied.append(
                 (self.routing.view(-1, self.pool.size, self.routing.shape[1])[:, :tokens], 0)
@@ -178,7 +183,7 @@ class DecodeAttention:
         options = heads.options
         if gpu.takes(qkv_BNE) and gpu.takes_heads(qkv_BNE.shape[2]):
             return self._attend_on_gpu(layer, qkv_BNE, heads)
-        keys, values = self.cache.store[layer]
+        keys, values = self.cache.layers[layer]
         rows = self.rows
         q, k, v = heads(qkv_BNE)
         if options is not None:
@@ -198,11 +203,12 @@ class DecodeAttention:
     def _attend_on_gpu(self, layer: int, qkv_BNE: Tensor, heads: Heads) -> Tensor:
         from hone.kernels.gpu.decode import decode
 
-        keys, values = self.cache.store[layer]
+        keys, values = self.cache.layers[layer]
         rows = self.rows
         turn = heads.rotation
         if turn is None:
-            tables = self.cache.no_rotation(rows.table.shape[1] * self.cache.pool.size)
+            positions = rows.table.shape[1] * self.cache.pool.size
+            tables = self.cache.no_rotation(positions, layer)
         else:
             tables = (turn.cos_PE, turn.sin_PE)
         return decode(

@@ -265,7 +265,7 @@ class PackedModel:
                 *pack_linear(mlp.gate_up),
                 *pack_linear(mlp.down),
             )
-            table.append([*first, *second, *(x.data_ptr() for x in self.cache.store[layer])])
+            table.append([*first, *second, *(x.data_ptr() for x in self.cache.layers[layer])])
         self._addresses = torch.tensor(table)
         self._head = pack_matrix(self.model.head_weight_VD)
 

@@ -73,7 +73,7 @@ class Prefill:
         self.model = model
         self.cache = cache
         self.adapters = adapters
-        self.device = cache.store.device
+        self.device = cache.device
         self.captured = captured
         self.spare_row = max_rows  # of states, for passes that warm up
         self.most_tokens = WORTH_A_GRAPH / (2 * count_weights(model.blocks))
@@ -289,7 +289,7 @@ class PrefillAttention:
         return self.deltas.mix_delta(layer, projected_TO, heads)
 
     def __call__(self, layer: int, qkv_TNE: Tensor, heads: Heads) -> Tensor:
-        keys, values = (x.flatten(0, 1) for x in self.cache.store[layer])
+        keys, values = (x.flatten(0, 1) for x in self.cache.layers[layer])
         has_kernel = gpu.takes(qkv_TNE) and gpu.takes_heads(qkv_TNE.shape[2]) and heads.is_plain
         if heads.rotation is not None and has_kernel:
             from hone.kernels.gpu import row_kernels

@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from hone.models.families import parse_model_config
+from hone.models.families.gemma4 import Gemma4
 from hone.models.families.hf_spec import HFSpec
+from hone.models.gemma4 import Gemma4Transformer
 from hone.models.hf_model import HFModel
 from hone.models.language_model import LanguageModel
 from hone.models.model_directory import TEXT_FILES, leads_out
@@ -39,7 +41,9 @@ log = logging.getLogger("hone.model")
 
 def model_class(spec: ModelSpec) -> type[LanguageModel]:
     """Return the class that computes models of this shape."""
-    return HFModel if isinstance(spec, HFSpec) else Transformer
+    if isinstance(spec, HFSpec):
+        return HFModel
+    return Gemma4Transformer if isinstance(spec, Gemma4) else Transformer
 
 
 def hf_names(spec: ModelSpec) -> dict[str, list[str]]:
@@ -100,7 +104,8 @@ def _load_stored(model: LanguageModel, directory: Path) -> None:
     stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
     if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
-        load_weights({stored[name]: x for name, x in wanted.items()}, directory, is_part)
+        has_others = is_part or model.spec.has_surplus_tensors
+        load_weights({stored[name]: x for name, x in wanted.items()}, directory, has_others)
         return
     converted = model.read_converted(directory)
     with torch.no_grad():

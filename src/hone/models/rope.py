@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+PROPORTIONAL = "proportional"  # rope type
+
+
 class NotImplementedHere(ValueError):
     """An architecture or option that Hone's own implementation does not have."""
 
@@ -98,6 +101,22 @@ class YarnRope:
 
 
 @dataclass(frozen=True)
+class ProportionalRope:
+    """Gemma 4: the first `share` of the frequencies rotate, divided by `factor`; the others do not."""
+
+    share: float
+    factor: float = 1.0
+    original_length: int | None = None
+    amplitude: float = 1.0
+
+    def scale(self, frequencies: "Tensor", theta: float) -> "Tensor":
+        kept = int(self.share * len(frequencies))
+        scaled = frequencies / self.factor
+        scaled[kept:] = 0.0
+        return scaled
+
+
+@dataclass(frozen=True)
 class ShortRope:
     """LongRoPE (Ding et al. 2024) within the original length: a divisor for each frequency.
 
@@ -158,6 +177,8 @@ def parse_rope(keys: dict[str, Any], config: dict[str, Any], head_dim: int, orig
         KeyError: a missing key.
     """
     share = keys.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if keys.get("rope_type") == PROPORTIONAL:
+        share = None  # of the frequencies, which the scaling selects
     theta = keys.get("rope_theta", config.get("rope_theta"))
     return Rope(
         theta=float(10000.0 if theta is None else theta),
@@ -173,6 +194,9 @@ def _parse_scaling(keys: dict[str, Any], config: dict[str, Any], origin: str) ->
         return None
     if kind == "linear":
         return LinearRope(float(keys["factor"]))
+    if kind == PROPORTIONAL:
+        share = float(keys.get("partial_rotary_factor", 1.0))
+        return ProportionalRope(share, float(keys.get("factor") or 1.0))
     if kind == "llama3":
         return Llama3Rope(
             factor=float(keys["factor"]),
@@ -203,7 +227,8 @@ def _parse_scaling(keys: dict[str, Any], config: dict[str, Any], origin: str) ->
             amplitude=float(grown if given is None else given),
         )
     raise NotImplementedHere(
-        f"{origin}: rope type {kind!r} is not supported; supported: default, linear, llama3, longrope, yarn"
+        f"{origin}: rope type {kind!r} is not supported; supported: default, linear, llama3, longrope, "
+        "proportional, yarn"
     )
 
 

@@ -100,6 +100,10 @@ class ModelSpec:
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
     implementation: ClassVar[str] = "hone"  # what computes the model
     gates_attention: ClassVar[bool] = False  # q_proj has a gate beside q, for each head
+    prepares_heads: ClassVar[bool] = False  # norms and rotation come before the attention kernel
+    has_surplus_tensors: ClassVar[bool] = (
+        False  # files may have tensors that the model does not use
+    )
     stores_whole_experts: ClassVar[bool] = False  # files always have one tensor for all experts
 
     @property
@@ -156,7 +160,10 @@ class ModelSpec:
 
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Return (inputs, outputs) of the linears of a block that support LoRA, by HF name."""
+        """Return (inputs, outputs) of the linears of a block that support LoRA, by HF name.
+
+        The largest of all blocks, where they differ.
+        """
         D = self.hidden_size
         F = self.intermediate_size
         if self.fuses_projections:
@@ -241,6 +248,10 @@ class ModelSpec:
         """Return how many layers have linears of this HF name."""
         return self.num_hidden_layers
 
+    def list_linears(self, name: str) -> list[tuple[int, int]]:
+        """Return (inputs, outputs) of every linear of this HF name in the model."""
+        return [self.linear_shapes[name]] * (self.count_layers(name) * self.count_linears(name))
+
     def stacked_rows(self, name: str) -> tuple[int, ...] | int:
         """Return the rows of each HF tensor that a parameter stacks, or of all; 0: it is one tensor."""
         if self.fuses_projections:
@@ -274,6 +285,11 @@ class ModelSpec:
     def attention_layers(self) -> int:
         """Return the number of layers with attention."""
         return self.num_hidden_layers
+
+    @property
+    def cache_head_sizes(self) -> tuple[int, ...]:
+        """Return the size of a head of each layer that has keys and values in the cache."""
+        return (self.head_dim,) * self.attention_layers
 
     @property
     def mixer_layers(self) -> int:

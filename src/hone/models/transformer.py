@@ -168,7 +168,7 @@ class Transformer(LanguageModel):
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__(spec)
         self.embed = Embedding(spec.vocab_size, spec.hidden_size)
-        self.blocks = nn.ModuleList(make_block(spec, i) for i in range(spec.num_hidden_layers))
+        self.blocks = nn.ModuleList(self.make_block(i) for i in range(spec.num_hidden_layers))
         self.norm = make_norm(spec.hidden_size, spec)
         self.head = None if spec.tie_word_embeddings else Linear(spec.hidden_size, spec.vocab_size)
         # The index of each layer among those of its kind, by which attention finds keys or states.
@@ -177,6 +177,9 @@ class Transformer(LanguageModel):
             sum(one == is_delta for one in deltas[:i]) for i, is_delta in enumerate(deltas)
         ]
         self.rope_tables: dict[Rope | None, tuple[Tensor, Tensor]] = {}
+
+    def make_block(self, layer: int) -> nn.Module:
+        return make_block(self.spec, layer)
 
     @classmethod
     def weight_names(cls, spec: ModelSpec) -> dict[str, list[str]]:

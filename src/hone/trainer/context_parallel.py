@@ -114,6 +114,8 @@ def check_heads(spec: ModelSpec, count: int) -> None:
         raise ValueError(
             "context_parallel: a model on transformers' modules does not support it; take 1"
         )
+    if spec.prepares_heads:
+        raise ValueError("context_parallel: Gemma 4 does not support it; take 1")
     heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
     shapes = [spec.delta_shape(i) for i in range(spec.num_hidden_layers)]
     key_heads = {shape.key_heads for shape in shapes if shape is not None}

@@ -108,10 +108,9 @@ def _saved_by_eight_bits(spec: ModelSpec, lora: LoRAConfig | None, itemsize: int
     if lora is None or lora.base_bits == 16:
         return 0
     # Experts keep their dtype
-    shapes = spec.linear_shapes.items()
-    dense = {name: a * b for name, (a, b) in shapes if spec.count_linears(name) == 1}
-    of_block = sum(dense.values())
-    weights = sum(spec.count_layers(name) * size for name, size in dense.items())
+    dense = {name: s for name, s in spec.linear_shapes.items() if spec.count_linears(name) == 1}
+    of_block = sum(a * b for a, b in dense.values())
+    weights = sum(a * b for name in dense for a, b in spec.list_linears(name))
     return weights * itemsize - weights - weights * itemsize // BLOCK_INPUTS - of_block * itemsize
 
 
@@ -137,10 +136,7 @@ def estimate_rl(
 def adapter_size(spec: ModelSpec, lora: LoRAConfig) -> int:
     """Return the number of trained adapter weights, without those of `modules_to_save`."""
     targets = lora.targets or spec.linear_shapes
-    return lora.rank * sum(
-        spec.count_layers(name) * spec.count_linears(name) * sum(spec.linear_shapes[name])
-        for name in targets
-    )
+    return lora.rank * sum(sum(shape) for name in targets for shape in spec.list_linears(name))
 
 
 def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
@@ -149,11 +145,7 @@ def merged_copy_bytes(spec: ModelSpec, lora: LoRAConfig, itemsize: int) -> int:
     fused = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}, set(DELTA_PROJECTIONS)]
     for group in fused:
         names |= group & spec.linear_shapes.keys() if names & group else set()
-    shapes = {name: spec.linear_shapes[name] for name in names}
-    return itemsize * sum(
-        spec.count_layers(name) * spec.count_linears(name) * a * b
-        for name, (a, b) in shapes.items()
-    )
+    return itemsize * sum(a * b for name in names for a, b in spec.list_linears(name))
 
 
 def token_bytes(spec: ModelSpec, itemsize: int, recomputes: bool) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hone.config.sections import Implementation
-from hone.models.families import dense, gpt_oss, qwen3_5
+from hone.models.families import dense, gemma4, gpt_oss, qwen3_5
 from hone.models.families.hf_spec import is_installed, parse_hf_config
 from hone.models.families.qwen3_5 import Qwen35, parse_qwen3_5
 from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
@@ -69,6 +69,9 @@ FAMILIES = {
     "Gemma3ForCausalLM": Family(
         dense.parse_gemma3, defaults=dense.GEMMA3_DEFAULTS, activation=GELU
     ),
+    "Gemma4ForCausalLM": Family(
+        gemma4.parse_gemma4, gemma4.Gemma4, defaults=gemma4.DEFAULTS, activation=GELU
+    ),
     "GptOssForCausalLM": Family(gpt_oss.parse_gpt_oss, gpt_oss.GptOss, gpt_oss.DEFAULTS),
     "GraniteForCausalLM": Family(dense.parse_granite, defaults=SHORT_CONTEXT),
     "Ministral3ForCausalLM": Family(dense.parse_ministral3, defaults=MINISTRAL3_DEFAULTS),
@@ -90,6 +93,7 @@ FAMILIES = {
 # Models with other parts whose text part is a model of the table, by its model_type.
 WITH_TEXT_PART = {
     "Gemma3ForConditionalGeneration",
+    "Gemma4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
     "Qwen3_5ForConditionalGeneration",
@@ -97,6 +101,7 @@ WITH_TEXT_PART = {
 }
 TEXT_PARTS = {
     "gemma3_text": "Gemma3ForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "llama": "LlamaForCausalLM",
     "ministral3": "Ministral3ForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -180,7 +185,11 @@ def _parse_own(config: Config, origin: str) -> ModelSpec:
             lengths.append(layer.rope.scaling.original_length)
     fields["max_position_embeddings"] = min(lengths)
     spec = family.spec(**fields, is_text_part=has_other_parts)
-    has_parts = any(layer.rope and layer.rope.width != spec.head_dim for layer in spec.layers)
+    head_sizes = getattr(spec, "head_sizes", (spec.head_dim,) * len(spec.layers))
+    has_parts = any(
+        layer.rope and layer.rope.width != size
+        for layer, size in zip(spec.layers, head_sizes, strict=True)
+    )
     if has_parts and not family.rotates_part:
         raise NotImplementedHere(
             f"{origin}: partial_rotary_factor other than 1.0 is not supported{ALTERNATIVES_HINT}"
