@@ -414,7 +414,8 @@ FREE_KEYS = (
     "log_interval ranks_timeout max_steps max_seconds bench "
     "weights val eval weight_broadcast deployment inference inference_replicas inference_gpu_ids trainer_gpu_ids "
     "trainer_nodes inference_nodes "
-    "offload on_bad_step sharding context_parallel expert_parallel batch_timeout activation_checkpointing micro_batch_tokens micro_batch_size client "
+    "offload on_bad_step sharding context_parallel expert_parallel batch_timeout activation_checkpointing "
+    "micro_batch_tokens micro_batch_size client "
     "base_url api_key_var ready_timeout workers venv rollout_timeout rollout_retries weights_timeout canary_tolerance "
     "log_samples"
 ).split()

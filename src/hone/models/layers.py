@@ -159,7 +159,7 @@ class SelfAttention(nn.Module):
         self.heads = spec.num_attention_heads
         self.head_dim = spec.head_dim
         self.eps = spec.rms_norm_eps
-        self.qkv = Linear(spec.hidden_size, sum(spec.qkv_splits), bias=spec.qkv_bias)
+        self.qkv = Linear(spec.hidden_size, spec.projection_rows, bias=spec.qkv_bias)
         self.out = Linear(spec.qkv_splits[0], spec.hidden_size, bias=spec.out_bias)
         self.norm_offset = spec.block.norm_offset
         self.normalizes_whole = spec.qk_norm == "whole"
@@ -213,11 +213,6 @@ class GatedAttention(SelfAttention):
 
     The projection has, for each query head, E numbers of q, then E of the gate; then k and v.
     """
-
-    def __init__(self, spec: ModelSpec, layer: int) -> None:
-        super().__init__(spec, layer)
-        q, k, v = spec.qkv_splits
-        self.qkv = Linear(spec.hidden_size, 2 * q + k + v, bias=spec.qkv_bias)
 
     def mix_heads(
         self, layer: int, qkv_TO: Tensor, rotation: Rotation, attend: Attention

@@ -95,6 +95,11 @@ class ModelSpec:
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
+    @property
+    def projection_rows(self) -> int:
+        """Return the rows of the fused weight of q, k and v, and of a gate if there is one."""
+        return sum(self.qkv_splits) + (self.qkv_splits[0] if self.gates_attention else 0)
+
     # --------------------------------------------------------------------------- overridden by families
 
     feed_forward: ClassVar[Literal["mlp", "experts"]] = "mlp"  # module in `models/transformer.py`
