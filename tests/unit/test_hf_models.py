@@ -13,6 +13,7 @@ from hone.config.lora_config import LoRAConfig
 from hone.config.rl_config import TrainerConfig
 from hone.engine import mixer_states, state_rows
 from hone.engine.engine import Engine
+from hone.inference.samplers.vllm_files import VllmFiles
 from hone.models.attention_layouts import PackedAttention
 from hone.models.families import parse_model_config
 from hone.models.hf import (
@@ -22,6 +23,7 @@ from hone.models.hf import (
     load_model,
     save_model,
     split_rows,
+    stored_names,
 )
 from hone.models.layers import Linear
 from hone.models.lora import (
@@ -35,6 +37,8 @@ from hone.models.lora import (
 from hone.models.weight_proof import canary_ids, score_sequence
 from hone.records import Batch, GenerateRequest, Sample, Sampling
 from hone.trainer.rl.trainer import PolicyTrainer
+from hone.transport.files import FileReceiver, FileSender
+from hone.transport.transports import RECEIVERS
 
 V = 256
 SHAPE = {
@@ -608,6 +612,46 @@ def test_the_text_part_of_a_model_with_vision_is_trained_and_the_rest_is_kept(
     with torch.no_grad():
         found = run_packed(load_model(tmp_path / "saved"), rows)[0]
         torch.testing.assert_close(found, again(rows[0][None]).logits[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "gemma4", "mistral3"])
+def test_versions_for_vllm_have_the_names_of_the_model_s_files(kind, tmp_path, monkeypatch):
+    """vLLM skips tensors of other names in silence; a server of Hone's finds them too."""
+    from transformers import AutoModelForImageTextToText
+
+    name = WITH_VISION[kind]
+    text = SHAPE | FAMILIES[name] | {"model_type": KINDS.get(name, name)}
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=VISION)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "model")
+    config_text = (tmp_path / "model" / "config.json").read_text()
+    ours, other = (load_model(tmp_path / "model") for _ in range(2))
+    with torch.no_grad():
+        for tensor in dict(hf_tensors(ours)).values():
+            tensor.add_(1.0)
+    place = tmp_path / "step_1"
+    place.mkdir()
+    (place / "config.json").write_text(config_text)
+    names = stored_names(ours, tmp_path / "model")
+    FileSender(names).send_version(1, dict(hf_tensors(ours)), place)
+    in_files = load_file(tmp_path / "model" / "model.safetensors").keys()
+    sent = load_file(place / "model.safetensors")
+    assert sent.keys() <= in_files and set(sent) == set(names.values())
+    FileReceiver().receive_version({}, 1, place, dict(hf_tensors(other)))
+    for (_, one), (_, two) in zip(hf_tensors(ours), hf_tensors(other), strict=True):
+        assert torch.equal(one, two)
+    (tmp_path / "home").mkdir()
+    files = VllmFiles(tmp_path / "model", tmp_path / "home", "float32", is_on_cpu=True)
+    assert files.take_version(place, 1, {"type": "filesystem"}) == place
+
+    class Fake(FileReceiver):
+        def receive_version(self, message, version, place, into, arrived=None):
+            for key, tensor in hf_tensors(ours):
+                into[key].copy_(tensor)
+
+    monkeypatch.setitem(RECEIVERS, "fake", Fake)
+    received = load_file(files.take_version(place, 2, {"type": "fake"}) / "model.safetensors")
+    assert received.keys() == sent.keys()
+    assert all(torch.equal(received[key], sent[key]) for key in sent)
 
 
 @pytest.mark.parametrize("implementation", ["hone", "transformers"])

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -126,8 +126,29 @@ def names_in_files(spec: ModelSpec, names: list[str], directory: Path) -> dict[s
     """
     if not spec.is_text_part:
         return {name: name for name in names}
-    found = list_stored(directory)
-    return {name: next((x for x in _spell_in_whole(name) if x in found), name) for name in names}
+    return match_names(names, list_stored(directory))
+
+
+def stored_names(model: LanguageModel, directory: Path) -> dict[str, str]:
+    """Return `names_in_files` of all of a model's tensors; their HF names if there are no files."""
+    names = [name for name, _ in hf_tensors(model)]
+    if not any(directory.glob("*.safetensors")):
+        return {name: name for name in names}
+    return names_in_files(model.spec, names, directory)
+
+
+def match_names(names: Iterable[str], stored: Collection[str]) -> dict[str, str]:
+    """Return, by a text model's names, those of `stored` for the same tensors.
+
+    A name without a match is spelled as that of the embedding is.
+    """
+    spellings = list(_spell_in_whole(EMBEDDING))
+    kind = next((i for i, spelled in enumerate(spellings) if spelled in stored), 0)
+    found = {}
+    for name in names:
+        own = list(_spell_in_whole(name))
+        found[name] = next((x for x in own if x in stored), own[min(kind, len(own) - 1)])
+    return found
 
 
 def _spell_in_whole(name: str) -> Iterator[str]:

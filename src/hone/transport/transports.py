@@ -1,6 +1,6 @@
 """Choose the weight transport: a sender by configuration, a receiver by the sender's message."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from logging import Logger
 from pathlib import Path
 
@@ -19,14 +19,22 @@ RECEIVERS: dict[str, type[Receiver]] = {
 
 
 def make_sender(
-    config: BroadcastConfig, write_adapter: Callable[[Tensors, Path], None] | None, log: Logger
+    config: BroadcastConfig,
+    write_adapter: Callable[[Tensors, Path], None] | None,
+    log: Logger,
+    names: Mapping[str, str] | None = None,
 ) -> Sender:
-    """Return the configured sender. `write_adapter` writes a trained adapter's tensors as files."""
+    """Return the configured sender.
+
+    Args:
+        write_adapter: writes a trained adapter's tensors as files.
+        names: see `FileSender`.
+    """
     match config:
         case NcclConfig():
             return NetworkSender(config.host, log)
         case FilesystemConfig():
-            return FileSender() if write_adapter is None else AdapterSender(write_adapter)
+            return FileSender(names) if write_adapter is None else AdapterSender(write_adapter)
 
 
 class Receivers:

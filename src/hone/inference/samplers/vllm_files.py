@@ -22,7 +22,8 @@ from safetensors.torch import save_file
 
 from hone.engine.cache_budget import DEFAULT_BATCH_SIZE, cpu_gib
 from hone.models.families import is_known, parse_model_config
-from hone.models.hf import empty_model, find_weights, hf_tensors, write_weights
+from hone.models.hf import empty_model, find_weights, hf_tensors, stored_names, write_weights
+from hone.models.language_model import LanguageModel
 from hone.models.spec import read_model_config
 from hone.transport.delivery import Message
 from hone.transport.gpu_memory import Owned
@@ -57,9 +58,11 @@ class VllmFiles:
         spec = None
         if is_known(self.config):
             spec = parse_model_config(self.config, str(model / "config.json"))
-        # The files of a model with other parts have names of their own.
-        self.spec = None if spec is None or spec.is_text_part else spec
-        self.has_to_untie = is_on_cpu and self.spec is not None and self.spec.tie_word_embeddings
+        self.spec = spec
+        # vLLM skips names that it does not know in silence: those of its files are right.
+        self.names = {} if spec is None else stored_names(self._build_empty("meta"), model)
+        is_tied = spec is not None and spec.tie_word_embeddings and not spec.is_text_part
+        self.has_to_untie = is_on_cpu and is_tied
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights received from a transport other than files
         self.shares = shares and self.spec is not None
@@ -86,7 +89,8 @@ class VllmFiles:
         if message.get("type", "filesystem") == "filesystem":
             self._check_shape(place)
         elif message["type"] == "nccl" and (room := self._allocate_copy()) is not None:
-            self.receivers.receive_version(message, version, place, room.tensors)
+            into = {name: room.tensors[self.names[name]] for name in self.names}
+            self.receivers.receive_version(message, version, place, into)
             torch.cuda.synchronize()
             return room.describe_memory()
         else:
@@ -102,14 +106,21 @@ class VllmFiles:
                     f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
                     f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
                 )
-        find_weights(None if self.spec is None else self._allocate_tensors("meta"), place)
+        wanted = None if self.spec is None else self._name_as_stored(self._allocate_tensors("meta"))
+        find_weights(wanted, place)
 
-    def _allocate_tensors(self, device: str) -> Tensors:
+    def _build_empty(self, device: str) -> LanguageModel:
         if self.spec is None:
             raise ValueError(
                 "this model is not one of Hone's families: its weights come as files alone"
             )
-        return dict(hf_tensors(empty_model(self.spec, self.dtype, device)))
+        return empty_model(self.spec, self.dtype, device)
+
+    def _allocate_tensors(self, device: str) -> Tensors:
+        return dict(hf_tensors(self._build_empty(device)))
+
+    def _name_as_stored(self, tensors: Tensors) -> Tensors:
+        return {self.names[name]: tensor for name, tensor in tensors.items()}
 
     def _allocate_copy(self) -> Owned | None:
         """Return GPU memory for a second copy of the weights, or None.
@@ -118,7 +129,8 @@ class VllmFiles:
         """
         if self.shares and self._owned is None:
             try:
-                self._owned = Owned(self._allocate_tensors("meta"), "cuda")
+                wanted = self._name_as_stored(self._allocate_tensors("meta"))
+                self._owned = Owned(wanted, "cuda")
             except torch.OutOfMemoryError:
                 self.shares = False
                 logging.getLogger("hone.inference").warning(
@@ -134,7 +146,7 @@ class VllmFiles:
         directory = self.home / "received"
         directory.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self.home) as fresh:
-            write_weights(self._host, Path(fresh))
+            write_weights(self._name_as_stored(self._host), Path(fresh))
             for file in Path(fresh).iterdir():
                 file.replace(directory / file.name)
         (directory / "config.json").write_text(json.dumps(self.config))

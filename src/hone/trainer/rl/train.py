@@ -24,7 +24,7 @@ from hone import preemption
 from hone.config.rl_config import BenchConfig, TrainerRunConfig
 from hone.kernels import fingerprints
 from hone.kernels.gpu.compiling import together
-from hone.models.hf import hf_tensors, write_description
+from hone.models.hf import hf_tensors, stored_names, write_description
 from hone.models.loading import load_configured
 from hone.models.weight_proof import CanaryScorer, Proof, canary_ids
 from hone.monitors.events import EventList
@@ -196,7 +196,8 @@ class Publisher:
             if export.lora_config is None
             else partial(export.write_adapter, loaded.directory.name)
         )
-        self.sender = make_sender(config.weight_broadcast, write_adapter, log)
+        names = stored_names(loaded.model, loaded.directory)
+        self.sender = make_sender(config.weight_broadcast, write_adapter, log, names)
 
     def __enter__(self) -> "Publisher":
         if self.export.ranks.is_first:
