@@ -569,6 +569,11 @@ def test_ranks_take_the_rl_step_of_one(optimizer, family, tmp_path):
     ("ranks", "family", "options"),
     [
         (4, "qwen3", ["context_parallel=2"]),
+        (
+            2,
+            "qwen3",
+            ["context_parallel=2", 'loss={"type":"ppo","ratio_type":"sequence","kl_beta":0.1}'],
+        ),
         (2, "qwen3_5", ["context_parallel=2"]),
         (2, "qwen3_moe", ["expert_parallel=true"]),
         (4, "qwen3_moe", ["expert_parallel=true", "context_parallel=2", 'lora={"rank":4}']),
@@ -577,8 +582,12 @@ def test_ranks_take_the_rl_step_of_one(optimizer, family, tmp_path):
 def test_ranks_divide_tokens_and_experts(ranks, family, options, tmp_path):
     """Several ranks take the step of one; with LoRA, adapters of experts are divided too."""
     script = ROOT / "tests" / "integration" / "rl_step.py"
-    common = [f'family="{family}"', 'loss={"kl_beta":0.1}', *[x for x in options if "lora" in x]]
-    divided = [x for x in options if "lora" not in x]
+    divided = [x for x in options if "parallel" in x]
+    common = [
+        f'family="{family}"',
+        'loss={"kl_beta":0.1}',
+        *[x for x in options if x not in divided],
+    ]
     command("python", script, tmp_path / "one.json", *common)
     one = json.loads((tmp_path / "one.json").read_text())
     ranked(script, tmp_path / "more.json", *common, *divided, ranks=ranks)

@@ -89,11 +89,15 @@ class ContextGroup:
         """Return a value of each target of the whole micro-batch from those of each rank. Collective."""
         import torch.distributed as dist
 
-        places = torch.from_numpy(np.searchsorted(whole.source_N, own.source_N))
         values_N = own_N.new_zeros(len(whole.source_N))
-        values_N[places.to(own_N.device)] = own_N
+        values_N[_find_places(own, whole)] = own_N
         dist.all_reduce(values_N, group=self.group)
         return values_N
+
+    def complete_targets(self, own_N: Tensor, own: Packed, whole: Packed) -> Tensor:
+        """Do what `gather_targets` does, with gradients of this rank's own values. Collective."""
+        gathered_N = self.gather_targets(own_N.detach(), own, whole)
+        return gathered_N.index_copy(0, _find_places(own, whole), own_N)
 
     def gather_tokens(self, x_tMO: Tensor) -> Tensor:
         """Give each rank its part of the middle axis, for all tokens: t x n x … -> T x …."""
@@ -106,6 +110,12 @@ class ContextGroup:
         t = len(x_TA) // self.count
         parts = exchange_rows(x_TA, [t] * self.count, [t] * self.count, self.group)
         return parts.unflatten(0, (self.count, t)).transpose(0, 1).flatten(1)
+
+
+def _find_places(own: Packed, whole: Packed) -> Tensor:
+    """Return the index of each of a rank's targets among those of the whole micro-batch."""
+    places = torch.from_numpy(np.searchsorted(whole.source_N, own.source_N))
+    return places.to(own.targets_N.device)
 
 
 def check_heads(spec: ModelSpec, count: int) -> None:

@@ -87,11 +87,6 @@ class PolicyTrainer:
         }
         self.losses = [self.loss, *self.loss_of.values()]
         self.context = ContextGroup.join_group(self.ranks, model.spec)
-        if self.context is not None and any("whole_sequences" in x.needs for x in self.losses):
-            raise ValueError(
-                "trainer.context_parallel: this loss needs all tokens of a sequence in one process; "
-                "take 1, or a loss by tokens (trainer.loss.ratio_type token)"
-            )
         lora = config.lora
         if config.replay_routing and not model.spec.routed_experts:
             raise ValueError("trainer.replay_routing: this model is not a mixture of experts")
@@ -325,24 +320,31 @@ class PolicyTrainer:
         """
         if not samples:
             return self._backward_part(loss, [_nothing()], [0.0], defaultdict(list))
-        inputs, whole = self._pack_part(samples, weights)
-        packed = inputs.packed
-        temperature_N = inputs.temperature_N
+        whole, packed = self._pack_part(samples)
+        # The targets that the loss gets: this rank's, or all of the sequences.
+        needs_whole = "whole_sequences" in loss.needs
+        inputs = self._make_inputs(whole if needs_whole else packed, samples, weights)
+        temperature_N = self._of_targets(packed, [s.temperature for s in samples])
         self.laps("data")
-        if "reference" in loss.needs:
-            inputs.reference_N = compute_reference_logprobs(
-                packed, self.model, self.reference, temperature_N
-            )
 
+        def complete(own_N: torch.Tensor) -> torch.Tensor:
+            if self.context is None or not needs_whole:
+                return own_N
+            return self.context.complete_targets(own_N, packed, whole)
+
+        if "reference" in loss.needs:
+            inputs.reference_N = complete(
+                compute_reference_logprobs(packed, self.model, self.reference, temperature_N)
+            )
         found: Values = defaultdict(list)
 
         def loss_of(part: slice, logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
             return _loss_of_slice(loss, inputs, part, (logprobs, entropy), found)
 
         needs_entropy = "entropy" in loss.needs
-        if "whole_sequences" in loss.needs:
+        if needs_whole:
             numbers = packed.target_logprobs(self.model, temperature_N, needs_entropy)
-            total = loss_of(slice(None), *numbers)
+            total = loss_of(slice(None), *map(complete, numbers))
         else:
             total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         self.laps("forward")
@@ -350,16 +352,32 @@ class PolicyTrainer:
         self.laps("backward")
         if self.model.routing_TR is not None:
             found["routing"].append(self._differing_routing())
+        share = total.detach()
         if self.context is not None:
-            for name in BY_TARGET:
-                own_N = torch.cat(found[name])
-                found[name] = [self.context.gather_targets(own_N, packed, whole)]
+            share = self._gather_values(found, share, packed, whole, needs_whole)
         for name, parts in found.items():
             values[name] += parts
-        return total.detach(), packed.count_flops(self.model.spec)
+        return share, packed.count_flops(self.model.spec)
 
-    def _pack_part(self, samples: list[Sample], weights: list[float]) -> tuple["_Inputs", Packed]:
-        """Return the inputs of this rank's loss, and the whole micro-batch."""
+    def _gather_values(
+        self, found: Values, loss: torch.Tensor, packed: Packed, whole: Packed, has_whole: bool
+    ) -> torch.Tensor:
+        """Complete what files have of all targets; return this rank's share of the loss.
+
+        `has_whole`: each rank has computed the loss of the whole micro-batch, which one of them counts.
+        """
+        assert self.context is not None
+        if has_whole:
+            if self.context.index:
+                found.pop("differs", None)
+            return loss / self.context.count
+        for name in BY_TARGET:
+            own_N = torch.cat([loss.new_empty(0), *found[name]])  # perhaps no targets
+            found[name] = [self.context.gather_targets(own_N, packed, whole)]
+        return loss
+
+    def _pack_part(self, samples: list[Sample]) -> tuple[Packed, Packed]:
+        """Return the micro-batch, and this rank's part of it."""
         pack_samples = pack_shared if self.shares_prompts else pack_sequences
         whole = pack_samples([s.ids for s in samples], [s.mask for s in samples], self.device)
         packed = whole if self.context is None else self.context.take_own_part(whole)
@@ -368,19 +386,19 @@ class PolicyTrainer:
         if self._is_replaying_routes(samples):
             rows = routing_of(samples, spare=1)[packed.source_T]
             self.model.routing_TR = to_device(rows, self.device).to(torch.int64)
+        return whole, packed
 
-        def of_targets(numbers: list[float]) -> torch.Tensor:
-            on_device = to_device(np.array(numbers, dtype=np.float32), self.device)
-            return on_device[packed.sequence_N]
+    def _of_targets(self, packed: Packed, numbers: list[float]) -> torch.Tensor:
+        """Return each target's number from those of the sequences."""
+        on_device = to_device(np.array(numbers, dtype=np.float32), self.device)
+        return on_device[packed.sequence_N]
 
-        inputs = _Inputs(
-            samples,
-            packed,
-            of_targets([s.temperature for s in samples]),
-            of_targets([s.advantage for s in samples]),
-            of_targets(weights),
-        )
-        return inputs, whole
+    def _make_inputs(
+        self, packed: Packed, samples: list[Sample], weights: list[float]
+    ) -> "_Inputs":
+        """Return the inputs of the loss of these targets."""
+        advantage_N = self._of_targets(packed, [s.advantage for s in samples])
+        return _Inputs(samples, packed, advantage_N, self._of_targets(packed, weights))
 
     def _differing_routing(self) -> torch.Tensor:
         """Count the replayed experts that routers would not choose, and all replayed experts.
@@ -402,7 +420,6 @@ class _Inputs:
 
     samples: list[Sample]
     packed: Packed
-    temperature_N: torch.Tensor
     advantage_N: torch.Tensor
     weight_N: torch.Tensor
     reference_N: torch.Tensor | None = None
