@@ -110,7 +110,7 @@ FILES = {
     ),
     "sources of late 2026": (
         "seq_len = 256\nckpt = {}\n[resume]\nstep = 15\n[monitors.wandb]\nproject = 'p'\nname = 'n'\n"
-        "[trainer.model]\nlora.rank = 8\n[orchestrator]\nbatch_size = 64\ngroup_size = 16\n"
+        "[trainer.model]\nlora.rank = 8\ncp = 2\nep = 8\n[orchestrator]\nbatch_size = 64\ngroup_size = 16\n"
         "concurrency.max_inflight = 128\nmodel.lora.name = 'r8'\ntrain.sampling.max_completion_tokens = 64\n"
         f"[inference.vllm]\nenable_lora = true\ngpu_memory_utilization = 0.7\nkv_cache_dtype = 'fp8'\n{SOURCE}",
         "rl",
@@ -118,6 +118,8 @@ FILES = {
             "resume": "outputs/checkpoints/step_15",
             "wandb.project": "p",
             "trainer.lora.rank": 8,
+            "trainer.context_parallel": 2,
+            "trainer.expert_parallel": True,
             "orchestrator.env": [{"id": "reverse-text", "name": "words"}],
             "inference.gpu_memory_utilization": 0.7,
             "inference.vllm_args.kv_cache_dtype": "fp8",
