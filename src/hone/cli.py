@@ -33,6 +33,7 @@ OTHERS = {  # subcommands with their own arguments
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
 # These run without arguments or say what is missing.
+RANK_REPORT_SECONDS = 3.0  # in which the first rank of torchrun reports an error of all ranks
 LOOKERS = ("dashboard", "doctor", "plot")
 
 
@@ -232,6 +233,9 @@ def _print_error(command: str, message: str) -> int:
     """Print a user error to standard error, add it to the report, and return exit code 1."""
     write_report(error=message)
     print(f"{command}: error: {message}", file=sys.stderr)
+    if os.environ.get("RANK", "0") != "0":
+        # torchrun ends all ranks with the first that fails; the first rank's output is shown.
+        time.sleep(RANK_REPORT_SECONDS)
     return 1
 
 

@@ -113,7 +113,9 @@ def test_booleans_lists_and_none(rl_toml):
             ["--model.nam", "x"],
             ["model.nam: unknown key", "the command line", "did you mean model.name?"],
         ),
-        (["--lr", "1"], ["lr: unknown key", "there is trainer.optim.lr"]),
+        (["--lr", "1"], ["lr: unknown key", "did you mean trainer.optim.lr?"]),
+        (["--context-parallel", "2"], ["did you mean trainer.context-parallel?"]),
+        (["--lora.rank", "8"], ["did you mean trainer.lora?"]),
         (["--max-steps", "many"], ["max-steps", "valid integer", "'many'", "the command line"]),
         (
             ["--orchestrator.batch-size", "100"],

@@ -9,7 +9,7 @@ from hone.models.families import parse_model_config
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
-from hone.trainer.context_parallel import check_heads
+from hone.trainer.division_checks import check_division
 from hone.trainer.packing import share_by_prompt
 from hone.trainer.ranks import Ranks
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -66,12 +66,12 @@ def test_neighbours_have_one_share():
 
 
 def test_heads_that_cannot_be_divided_are_refused_by_name():
-    check_heads(ModelSpec(*SIZES), 3)
-    check_heads(ModelSpec(*SIZES), 6)  # key/value heads are repeated
+    check_division(ModelSpec(*SIZES), 3, False)
+    check_division(ModelSpec(*SIZES), 6, False)  # key/value heads are repeated
     with pytest.raises(ValueError, match="context_parallel 4: the model's 6 query heads"):
-        check_heads(ModelSpec(*SIZES), 4)
+        check_division(ModelSpec(*SIZES), 4, False)
     with pytest.raises(ValueError, match="context_parallel 2: the model has 3 key/value heads"):
-        check_heads(ModelSpec(*SIZES), 2)
+        check_division(ModelSpec(*SIZES), 2, False)
     delta = {
         "architectures": ["Qwen3_5ForCausalLM"],
         "num_hidden_layers": 2,
@@ -87,13 +87,12 @@ def test_heads_that_cannot_be_divided_are_refused_by_name():
         "max_position_embeddings": 64,
     }
     with pytest.raises(ValueError, match="the model's 3 key heads of the delta rule"):
-        check_heads(parse_model_config(delta), 2)
+        check_division(parse_model_config(delta), 2, False)
 
 
 def test_experts_that_cannot_be_divided_are_refused_by_name():
-    dense = Transformer(ModelSpec(*SIZES))
     with pytest.raises(ValueError, match="expert_parallel: this model is not a mixture of experts"):
-        shard_model(dense, Ranks(0, 2), "auto", expert_parallel=True)
+        check_division(ModelSpec(*SIZES), 1, True)
     mixture = Transformer(Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True))
     with pytest.raises(ValueError, match="3 trainer processes; the model's 4 experts"):
         shard_model(mixture, Ranks(0, 3), "auto", expert_parallel=True)
@@ -104,6 +103,6 @@ def test_experts_that_cannot_be_divided_are_refused_by_name():
 
 
 def test_one_process_does_not_divide_tokens():
-    config = TrainerConfig.model_validate({"context_parallel": 2})
-    with pytest.raises(ValueError, match="context_parallel 2: there are 1 trainer processes"):
+    config = TrainerConfig.model_validate({"context_parallel": 3})
+    with pytest.raises(ValueError, match="context_parallel 3: there is 1 trainer process"):
         PolicyTrainer(Transformer(ModelSpec(*SIZES)), config, max_steps=1)

@@ -452,14 +452,16 @@ def _suggest_key(cls: type[Config], names: list[str]) -> str:
     kinds = [kind for one in parents if name in one.model_fields for kind in _list_kinds(one)]
     if kinds:
         return f"it is one of type {', '.join(kinds)}"
+    dotted = ".".join(names)
+    every = [entry.key for entry in walk_entries(cls)]
+    # The same key with a section before it, or without the first.
+    same = (x for x in every if x.endswith(f".{dotted}") or dotted.endswith(f".{x}"))
+    if (found := next(same, None)) is not None:
+        return f"did you mean {_to_kebab_case(found)}?"
     known = sorted({key for one in parents for key in one.model_fields})
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     if near:
         return f"did you mean {_to_kebab_case('.'.join([*names[:-1], near[0]]))}?"
-    entries = (entry for entry in walk_entries(cls) if not entry.is_section)
-    elsewhere = next((one.key for one in entries if one.key.split(".")[-1] == name), None)
-    if elsewhere is not None:
-        return f"there is {_to_kebab_case(elsewhere)}"
     return f"known keys: {', '.join(map(_to_kebab_case, known))}"
 
 

@@ -59,7 +59,7 @@ class TrainerConfig(Config):
     divides the work."""
     context_parallel: Free[Positive] = 1
     """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead, so that the model's numbers of heads must be multiples."""
+    fit one GPU. Attention divides heads instead, so that the number of query heads must be a multiple."""
     expert_parallel: Free[bool] = False
     """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
     gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""

@@ -145,7 +145,7 @@ class SFTConfig(ResumableConfig):
     divides the work."""
     context_parallel: Free[Positive] = 1
     """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead, so that the model's numbers of heads must be multiples; dpo is
+    fit one GPU. Attention divides heads instead, so that the number of query heads must be a multiple; dpo is
     refused."""
     expert_parallel: Free[bool] = False
     """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of

@@ -33,6 +33,11 @@ def can_be_loaded(model: str) -> bool:
     )
 
 
+def is_path(model: str) -> bool:
+    """Return True if the name of a model can only be a directory."""
+    return model[:1] in ("/", ".", "~") or model.count("/") > 1
+
+
 @contextlib.contextmanager
 def endpoint_for(
     model: str,
@@ -66,6 +71,8 @@ def endpoint_for(
         raise ValueError(
             f"{model} is neither a model nor an adapter: it has no config.json, no adapter_config.json{hint}"
         )
+    if base_url is None and is_path(model) and not path.exists():
+        raise ValueError(f"-m {model}: there is no such directory")
     try:
         found = find_endpoint(model, base_url, key_variable, registry)
     except ValueError:

@@ -8,12 +8,13 @@ from typing import Any
 from hone import machine
 from hone.config.base import Config
 from hone.config.inference_config import InferenceConfig
-from hone.config.rl_config import RLConfig
+from hone.config.rl_config import RLConfig, TrainerConfig
 from hone.config.sections import ModelConfig
 from hone.config.sft_config import UNKNOWN_ROW_TOKENS, SFTConfig
 from hone.launch.card_fit import fit_lines
 from hone.models.families import is_known, parse_model_config
 from hone.models.spec import ModelSpec, read_model_config
+from hone.trainer.division_checks import check_division
 from hone.trainer.memory_estimate import Estimate
 from hone.trainer.memory_plan import choose_memory, estimate_training
 
@@ -73,6 +74,9 @@ def _find_model(config: Config) -> _Model | str:
     if isinstance(config, InferenceConfig) and config.backend != "hone" and not is_known(shape):
         return "not known: vLLM computes a model of this kind"
     spec = parse_model_config(shape, place, model.implementation)
+    trainer = config.trainer if isinstance(config, RLConfig) else config
+    if isinstance(trainer, TrainerConfig | SFTConfig):
+        check_division(spec, trainer.context_parallel, trainer.expert_parallel)
     on_cpu = model.device == "cpu" or (model.device == "auto" and not machine.usable_gpus())
     is_single = model.dtype == "float32" or (model.dtype == "auto" and on_cpu)
     dtype, itemsize = ("float32", 4) if is_single else ("bfloat16", 2)

@@ -114,8 +114,9 @@ class HFModel(LanguageModel):
         except (KeyError, ValueError) as error:
             first = str(error).splitlines()[0]
             kind = spec.config["model_type"]
+            own = f"{spec.own_reason}; " if spec.own_reason else ""
             raise ValueError(
-                f"a {kind} model is not supported on transformers' modules: {first}"
+                f"{own}a {kind} model is not supported on transformers' modules: {first}"
             ) from error
         decoder = whole.get_decoder()
         kind = type(whole).__name__

@@ -20,7 +20,6 @@ from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.rank_exchange import exchange_rows
 from hone.models.attention_layouts import Heads, PackedAttention
 from hone.models.mixers import Mixer
-from hone.models.spec import ModelSpec
 from hone.trainer.packing import Packed
 from hone.trainer.ranks import Ranks
 
@@ -42,14 +41,10 @@ class ContextGroup:
     group: "ProcessGroup"
 
     @staticmethod
-    def join_group(ranks: Ranks, spec: ModelSpec) -> "ContextGroup | None":
-        """Return this rank's group; None if each rank computes whole sequences. Collective.
-
-        Raises ValueError if the model's heads cannot be divided among the ranks of a group.
-        """
+    def join_group(ranks: Ranks) -> "ContextGroup | None":
+        """Return this rank's group; None if each rank computes whole sequences. Collective."""
         if ranks.context == 1:
             return None
-        check_heads(spec, ranks.context)
         import torch.distributed as dist
 
         group, _ = dist.new_subgroups(group_size=ranks.context)
@@ -116,31 +111,6 @@ def _find_places(own: Packed, whole: Packed) -> Tensor:
     """Return the index of each of a rank's targets among those of the whole micro-batch."""
     places = torch.from_numpy(np.searchsorted(whole.source_N, own.source_N))
     return places.to(own.targets_N.device)
-
-
-def check_heads(spec: ModelSpec, count: int) -> None:
-    """Raise ValueError if a model's heads cannot be divided among `count` ranks."""
-    if spec.implementation != "hone":
-        raise ValueError(
-            "context_parallel: a model on transformers' modules does not support it; take 1"
-        )
-    if spec.prepares_heads:
-        raise ValueError("context_parallel: Gemma 4 does not support it; take 1")
-    heads, kv_heads = spec.num_attention_heads, spec.num_key_value_heads
-    shapes = [spec.delta_shape(i) for i in range(spec.num_hidden_layers)]
-    key_heads = {shape.key_heads for shape in shapes if shape is not None}
-    of_delta = [("key heads of the delta rule", n) for n in key_heads]
-    for name, number in [("query heads", heads), *of_delta]:
-        if number % count:
-            raise ValueError(
-                f"context_parallel {count}: the model's {number} {name} are divided evenly among "
-                "these processes, so their number must be a multiple"
-            )
-    if kv_heads % count and count % kv_heads:
-        raise ValueError(
-            f"context_parallel {count}: the model has {kv_heads} key/value heads; take a divisor or "
-            "a multiple of it"
-        )
 
 
 class DividedAttention:

@@ -95,10 +95,11 @@ class Need:
 def estimate_training(
     config: Config, spec: ModelSpec, itemsize: int
 ) -> tuple[int, Estimate] | None:
-    """Return the tokens of a micro-batch and the memory of a step; None if nothing is trained."""
+    """Return a device's tokens of a micro-batch, and memory of a step; None if nothing is trained."""
     if isinstance(config, SFTConfig):
         rows = config.data.micro_batch_size or config.data.batch_size
-        tokens = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
+        of_rows = rows * (config.data.seq_len or UNKNOWN_ROW_TOKENS)
+        tokens = -(-of_rows // config.context_parallel)
         return tokens, estimate_step(
             spec,
             config.lora,
@@ -111,13 +112,16 @@ def estimate_training(
         )
     if isinstance(config, RLConfig):
         trainer: TrainerConfig = config.trainer
-        step = config.orchestrator.batch_size * config.seq_len
+        longest = -(-config.seq_len // trainer.context_parallel)
+        step = config.orchestrator.batch_size * longest
     elif isinstance(config, TrainerRunConfig):
         trainer = config
+        longest = 0
         step = config.micro_batch_tokens or FEW_TOKENS
     else:
         return None
-    most = trainer.micro_batch_tokens or FEW_TOKENS
+    # A sequence that is longer than a micro-batch is one of its own.
+    most = max(trainer.micro_batch_tokens or FEW_TOKENS, longest)
     return min(step, most), estimate_rl(spec, trainer, step, itemsize, most)
 
 

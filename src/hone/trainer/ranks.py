@@ -61,9 +61,12 @@ class Ranks:
     def with_context(self, context: int) -> "Ranks":
         """Return these ranks with groups of `context`. Raises ValueError if they do not divide evenly."""
         if self.count % context:
+            found = (
+                "is 1 trainer process" if self.count == 1 else f"are {self.count} trainer processes"
+            )
             raise ValueError(
-                f"context_parallel {context}: there are {self.count} trainer processes, and their "
-                f"number must be a multiple (torchrun --nproc-per-node {context})"
+                f"context_parallel {context}: there {found}, and their number must be a multiple: "
+                f"trainer_gpu_ids of rl, or torchrun --nproc-per-node {context}"
             )
         return replace(self, context=context)
 

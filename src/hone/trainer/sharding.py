@@ -7,6 +7,7 @@ Gathers and sums are collective, so all ranks must make the same number of passe
 passes are over its own tokens.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from hone.models.language_model import LanguageModel
 from hone.models.lora import LoRA, adapter_tensors, lora_modules, write_adapter
 from hone.run_directory import appearing_directory
 from hone.trainer.ranks import Ranks
+
+log = logging.getLogger("hone")
 
 
 def shard_model(
@@ -68,11 +71,9 @@ def shard_model(
 
 def _check_experts(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
     """Raise ValueError if the model's experts cannot be divided among the ranks."""
-    experts = getattr(model.spec, "experts", 0)
-    if not experts or model.spec.implementation != "hone":
-        raise ValueError(
-            "expert_parallel: this model is not a mixture of experts on Hone's own implementation"
-        )
+    experts = model.spec.experts  # type: ignore[attr-defined]
+    if ranks.count == 1:
+        log.warning("expert_parallel has no effect: there is one trainer process")
     if ranks.count > 1 and sharding == "none":
         raise ValueError(
             "expert_parallel: sharding none keeps the whole model in each process; take full"

@@ -9,7 +9,7 @@ from typing import Any
 
 from hone.config.sections import Implementation
 from hone.models.families import dense, gemma4, gpt_oss, qwen3_5
-from hone.models.families.hf_spec import is_installed, parse_hf_config
+from hone.models.families.hf_spec import is_installed, parse_hf_config, refuse_quantized
 from hone.models.families.qwen3_5 import Qwen35, parse_qwen3_5
 from hone.models.families.qwen3_moe import Qwen3Moe, parse_qwen3_moe
 from hone.models.rope import NotImplementedHere, ShortRope
@@ -28,6 +28,7 @@ class Family:
         defaults: values of keys that a config.json may leave out, as in transformers' class.
         activation: supported value of `hidden_act` or `hidden_activation`.
         rotates_part: True if heads may be rotated in part.
+        packed_format: quantized weights that are read, by `quant_method`; "": none.
     """
 
     parse: Callable[[Config, str], dict[str, Any]]
@@ -35,6 +36,7 @@ class Family:
     defaults: Config = field(default_factory=dict)
     activation: str = "silu"
     rotates_part: bool = False
+    packed_format: str = ""
 
 
 GELU = "gelu_pytorch_tanh"
@@ -72,7 +74,12 @@ FAMILIES = {
     "Gemma4ForCausalLM": Family(
         gemma4.parse_gemma4, gemma4.Gemma4, defaults=gemma4.DEFAULTS, activation=GELU
     ),
-    "GptOssForCausalLM": Family(gpt_oss.parse_gpt_oss, gpt_oss.GptOss, gpt_oss.DEFAULTS),
+    "GptOssForCausalLM": Family(
+        gpt_oss.parse_gpt_oss,
+        gpt_oss.GptOss,
+        gpt_oss.DEFAULTS,
+        packed_format=gpt_oss.PACKED_FORMAT,
+    ),
     "GraniteForCausalLM": Family(dense.parse_granite, defaults=SHORT_CONTEXT),
     "Ministral3ForCausalLM": Family(dense.parse_ministral3, defaults=MINISTRAL3_DEFAULTS),
     "MistralForCausalLM": Family(dense.parse_mistral, defaults=MISTRAL_DEFAULTS),
@@ -148,10 +155,11 @@ def parse_model_config(
         return parse_hf_config(config, origin)
     try:
         return _parse_own(config, origin)
-    except NotImplementedHere:
+    except NotImplementedHere as error:
         if implementation == "hone" or not is_installed():
             raise
-        return parse_hf_config(config, origin)
+        reason = str(error).removesuffix(ALTERNATIVES_HINT) if is_known(config) else ""
+        return parse_hf_config(config, origin, reason)
 
 
 def _parse_own(config: Config, origin: str) -> ModelSpec:
@@ -163,6 +171,7 @@ def _parse_own(config: Config, origin: str) -> ModelSpec:
             f"{origin}: architecture {architecture} is not supported; supported: {supported}{ALTERNATIVES_HINT}"
         )
     has_other_parts = text is not config
+    refuse_quantized(config, origin, family.packed_format)
     text = family.defaults | text
     ropes = [text[key] for key in ("rope_parameters", "rope_scaling") if text.get(key)]
     if len(ropes) > 1 and ropes[0] != ropes[1]:

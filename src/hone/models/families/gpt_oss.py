@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from hone.kernels.gating import ClampedGating
 from hone.models.families.dense import FULL, SLIDING, parse_layers
 from hone.models.families.qwen3_moe import Qwen3Moe
-from hone.models.rope import NotImplementedHere
 
 PACKED_FORMAT = "mxfp4"  # of the experts' weights in published files (`models/mxfp4.py`)
 DEFAULTS = {
@@ -80,12 +79,6 @@ class GptOss(Qwen3Moe):
 
 def parse_gpt_oss(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return the fields that GPT-OSS reads in its own way."""
-    quantized = config.get("quantization_config")
-    if quantized and quantized.get("quant_method") != PACKED_FORMAT:
-        raise NotImplementedHere(
-            f"{origin}: quantization_config of {quantized.get('quant_method')!r} is not supported; "
-            f"supported: {PACKED_FORMAT}"
-        )
     count = int(config["num_hidden_layers"])
     default = [FULL if (i + 1) % 2 == 0 else SLIDING for i in range(count)]
     kinds = list(config.get("layer_types") or default)

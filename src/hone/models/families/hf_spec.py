@@ -6,7 +6,7 @@ Imports no torch. Figures of memory and FLOPs are those of a dense model of this
 import importlib.util
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ class HFSpec(ModelSpec):
     experts: int = 1
     active_experts: int = 1
     layer_kinds: tuple[str, ...] = ()
+    own_reason: str = ""  # why Hone's own implementation does not compute the model
 
     implementation: ClassVar[str] = "transformers"
 
@@ -91,19 +92,36 @@ def is_installed() -> bool:
     return importlib.util.find_spec("transformers") is not None
 
 
-def parse_hf_config(config: dict[str, Any], origin: str) -> HFSpec:
+def refuse_quantized(config: dict[str, Any], origin: str, supported: str = "") -> None:
+    """Raise ValueError if config.json says that the weights are stored quantized.
+
+    `supported` is a `quant_method` that is read nevertheless.
+    """
+    text = config.get("text_config")
+    parts = [config, text if isinstance(text, dict) else {}]
+    for found in filter(None, (part.get("quantization_config") for part in parts)):
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        if method != supported:
+            but = f", but for {supported}" if supported else ""
+            raise ValueError(
+                f"{origin}: quantized weights (quantization_config: {method}) are not supported{but}; "
+                "convert them to bfloat16"
+            )
+
+
+def parse_hf_config(config: dict[str, Any], origin: str, own_reason: str = "") -> HFSpec:
     """Return the shape of a model that transformers computes. Raises ValueError.
 
     Keys that a config.json leaves out have the values of transformers' configuration class.
+    `own_reason` says why Hone's own implementation does not compute the model, for errors.
     """
-    if "quantization_config" in config:
-        raise ValueError(
-            f"{origin}: quantized weights (quantization_config) are not trained; convert them to bfloat16"
-        )
-    text = make_text_config(config, origin)
+    refuse_quantized(config, origin)
     try:
-        return _parse_text(config, text, origin)
-    except ValueError:
+        text = make_text_config(config, origin)
+        return replace(_parse_text(config, text, origin), own_reason=own_reason)
+    except ValueError as error:
+        if own_reason:
+            raise ValueError(f"{own_reason}; on transformers' modules: {error}") from None
         raise
     except Exception as error:  # transformers raises its own error for keys that differ by layer
         first = str(error).splitlines()[0]

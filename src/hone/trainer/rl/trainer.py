@@ -25,6 +25,7 @@ from hone.monitors.value_summaries import summarize_values
 from hone.records import Batch, Sample
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.context_parallel import ContextGroup
+from hone.trainer.division_checks import check_division
 from hone.trainer.loss import (
     Loss,
     compute_reference_logprobs,
@@ -74,6 +75,7 @@ class PolicyTrainer:
         self.config = config
         self.max_steps = max_steps
         self.bad_steps = bad_steps
+        check_division(model.spec, config.context_parallel, config.expert_parallel)
         self.ranks = ranks.with_context(config.context_parallel)
         self.seed = seed
         self.device = model.embed.weight.device
@@ -86,7 +88,7 @@ class PolicyTrainer:
             env: make_loss(loss, f"trainer.loss_of.{env}") for env, loss in config.loss_of.items()
         }
         self.losses = [self.loss, *self.loss_of.values()]
-        self.context = ContextGroup.join_group(self.ranks, model.spec)
+        self.context = ContextGroup.join_group(self.ranks)
         lora = config.lora
         if config.replay_routing and not model.spec.routed_experts:
             raise ValueError("trainer.replay_routing: this model is not a mixture of experts")

@@ -33,6 +33,7 @@ from hone.monitors.step_lines import SFTLines
 from hone.text.tokenizer import Tokenizer
 from hone.trainer.bad_steps import BadStepPolicy, Sequences, handle_bad_step
 from hone.trainer.context_parallel import ContextGroup
+from hone.trainer.division_checks import check_division
 from hone.trainer.optim import Optimizer, learning_rate, resolve_lr
 from hone.trainer.packing import Packed
 from hone.trainer.performance import (
@@ -177,6 +178,7 @@ def prepare_model(config: SFTConfig, ranks: Ranks) -> tuple[Loaded, Optimizer, O
     Call it before a checkpoint is restored: the reference of `dpo` is the initial model.
     """
     loaded = load_configured(config.model, config.seed, config.lora)
+    check_division(loaded.model.spec, config.context_parallel, config.expert_parallel)
     if config.lora:
         add_lora(loaded.model, config.lora, config.seed)
     objective: Objective = CrossEntropy()
@@ -230,7 +232,7 @@ class Trainer:
         self.bad_steps = bad_steps
         self.ranks = ranks
         self.model = loaded.model
-        self.context = ContextGroup.join_group(ranks, self.model.spec)
+        self.context = ContextGroup.join_group(ranks)
         self.log = component_log("sft")
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
