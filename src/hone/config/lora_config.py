@@ -40,8 +40,8 @@ class LoRAConfig(Config):
 
     base_bits: Annotated[Literal[8, 16], BeforeValidator(parse_untyped)] = 16
     """Bits of the frozen weights of the blocks' linear layers, in training and in sampling: 8 stores them as int8 with
-    a scale for up to 128 inputs of a row, which takes half the memory, but for experts; activations are then always recomputed.
-    Weights that are written have the model's number type."""
+    a scale for up to 128 inputs of a row, which takes half the memory, but for experts; activations are then always
+    recomputed. Weights that are written have the model's number type."""
     merge: bool = True
     """Sample from a second copy of the adapted weights, with the adapter merged. false: compute the adapter beside the
     weights, which needs no copy and decodes more slowly; always so with base_bits 8."""
