@@ -58,11 +58,27 @@ GEMMA4 = {
     "initializer_range": 0.3,
     "max_position_embeddings": 64,
 }
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}
 SIZES = (40, 32, 48, 2, 2, 1, 16, 1e-6, make_plain_layers(100.0, 16, 2), True, 64, 0.3, False)
 SPECS = {
     "qwen3": ModelSpec(*SIZES),
     "qwen3_5": parse_model_config(DELTA),
     "gemma4": parse_model_config(GEMMA4),
+    "gpt_oss": parse_model_config(GPT_OSS),
     "qwen3_moe": Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True),
 }
 spec = SPECS[given.pop("family", "qwen3")]
@@ -78,6 +94,11 @@ for i in range(15):
     samples.append(
         Sample(ids, [False] * n + [True] * (len(ids) - n), logprobs, (-1.0) ** i, 1.0, env=env)
     )
+# A prompt that is longer than half of a micro-batch: some ranks that divide its tokens have no targets.
+ids = [*range(30), 1, 2, 3, 4]
+samples.append(
+    Sample(ids, [False] * 30 + [True] * 4, [0.0] * 30 + [-3.0] * 4, 1.0, 1.0, env="lone")
+)
 dtype = getattr(torch, given.pop("dtype", "float32"))
 config = {
     "micro_batch_tokens": 40,

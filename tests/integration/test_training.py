@@ -575,7 +575,9 @@ def test_ranks_take_the_rl_step_of_one(optimizer, family, tmp_path):
             ["context_parallel=2", 'loss={"type":"ppo","ratio_type":"sequence","kl_beta":0.1}'],
         ),
         (2, "qwen3_5", ["context_parallel=2"]),
-        (2, "qwen3_moe", ["expert_parallel=true"]),
+        (2, "qwen3_moe", ["context_parallel=2"]),
+        (2, "qwen3_moe", ["expert_parallel=true", "activation_checkpointing=true"]),
+        (2, "gpt_oss", ["expert_parallel=true", "context_parallel=2"]),
         (4, "qwen3_moe", ["expert_parallel=true", "context_parallel=2", 'lora={"rank":4}']),
     ],
 )

@@ -1,10 +1,12 @@
 """What an evaluation says: errors clustered by example, pass@k, comparison, results that are gone on with, a page."""
 
 import asyncio
+import contextlib
 import json
 import math
 from argparse import Namespace
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from hone.evals import vf_eval
 from hone.evals.arguments import list_evaluations, parse_arguments
 from hone.evals.compare import compare_results
 from hone.evals.held_out import RolloutPlan, attempt_rollouts
+from hone.evals.own_server import endpoint_for
 from hone.evals.page import write_page
 from hone.evals.paired_statistics import clustered_error, paired_difference, pass_at_k
 from hone.evals.results import Folder
@@ -231,3 +234,31 @@ def test_several_environments_from_a_file(tmp_path):
         with pytest.raises(ValueError, match=words):
             list_evaluations(Namespace(env=str(file)))
     assert json.loads(json.dumps(vars(parse_arguments(["a"]))))["num_examples"] == 5
+
+
+def test_the_environment_loads_while_an_own_server_starts(monkeypatch):
+    """And a mistake in it is reported without waiting for the model."""
+    seen = []
+
+    @contextlib.contextmanager
+    def pretend_server(*arguments):
+        yield lambda: seen.append("waited")
+
+    def load_environment(name, **arguments):
+        seen.append("loaded")
+        return SimpleNamespace(get_eval_dataset=lambda count: [])
+
+    monkeypatch.setattr(vf_eval, "endpoint_for", pretend_server)
+    monkeypatch.setattr(vf_eval, "load_environment", load_environment)
+    args = parse_arguments(["some-env", "-m", "m"])
+    with pytest.raises(ValueError, match="some-env has no examples"):
+        vf_eval.run_evaluation(args)
+    assert seen == ["loaded"]
+
+
+def test_a_model_directory_that_is_not_there_is_named(tmp_path):
+    missing = str(tmp_path / "missing")
+    words = f"-m {missing}: there is no such directory"
+    server = endpoint_for(missing, None, "KEY", str(tmp_path / "endpoints.toml"))
+    with pytest.raises(ValueError, match=words), server:
+        pass

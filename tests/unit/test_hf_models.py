@@ -833,3 +833,37 @@ def test_files_with_a_tensor_for_all_experts_are_read_and_written_as_such(case, 
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert saved.keys() == whole.keys()
     assert all(torch.equal(saved[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"attention_k_eq_v": True}, "attention_k_eq_v is not supported"),
+        ({"enable_moe_block": True}, "enable_moe_block is not supported"),
+        ({"hidden_size_per_layer_input": 0}, "inputs per layer"),
+        ({"vocab_size_per_layer_input": 9}, "inputs per layer"),
+        ({"layer_types": ["full_attention"] * 4}, "layer_types has 4 kinds for 6 layers"),
+        ({"num_kv_shared_layers": -2}, "of which -2 share keys"),
+        ({"num_kv_shared_layers": 5}, "leaves a kind of layer without keys"),
+        ({"layer_types": ["conv", "full_attention"] * 3}, "layer_types with the kind conv"),
+    ],
+)
+def test_options_of_gemma_4_that_are_not_there_are_refused_by_name(keys, words):
+    config = SHAPE | GEMMA4 | {"architectures": ["Gemma4ForCausalLM"]} | keys
+    with pytest.raises(ValueError, match=words):
+        parse_model_config(config, implementation="hone")
+
+
+@pytest.mark.parametrize("case", [("gemma4_e", "hone")], indirect=True, ids=["hone"])
+def test_gemma_4_may_store_keys_that_it_does_not_use_and_nothing_else(case, tmp_path):
+    directory, _, ours = case
+    stored = load_file(directory / "model.safetensors")
+    name = "model.layers.5.self_attn.k_proj.weight"
+    save_file(stored | {name: torch.zeros(2, 2)}, directory / "model.safetensors")
+    again = load_model(directory, spec=ours.spec)
+    for one, two in zip(ours.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, two)
+    other = name.replace(".5.", ".0.").replace("k_proj", "zzz")
+    save_file(stored | {other: torch.zeros(2, 2)}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match="does not have: model.layers.0.self_attn.zzz.weight"):
+        load_model(directory, spec=ours.spec)

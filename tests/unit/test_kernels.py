@@ -394,7 +394,7 @@ def test_flash_attention_with_sinks_by_plain_torch(monkeypatch, window):
     for is_flash in (True, False):
         q, k, v, sinks = (x.clone().requires_grad_() for x in leaves)
         if is_flash:
-            out = flash_sinks.flash_with_sinks(q, k, v, sinks, call)
+            out = flash_sinks.attend_with_sinks(q, k, v, sinks, call)
         else:
             heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
             options = AttentionOptions(window=window, sinks_H=sinks)

@@ -23,6 +23,7 @@ from hone.models.hf import (
     save_model,
     write_description,
 )
+from hone.models.mxfp4 import unpack_mxfp4
 from hone.models.transformer import Transformer
 from hone.records import Prompt
 from hone.text.model_text import SHIPPED, resolve_template
@@ -523,3 +524,14 @@ def test_weights_in_mxfp4_are_read_and_written_in_bfloat16(tmp_path):
         ValueError, match="quantization_config: fp8.* are not supported, but for mxfp4"
     ):
         parse_model_config(config | other)
+
+
+def test_numbers_of_mxfp4_are_those_of_its_format():
+    """Two numbers to a byte, the first in the low bits: sign, two bits of exponent, one of mantissa."""
+    blocks = torch.zeros(1, 1, 16, dtype=torch.uint8)
+    blocks[0, 0, :3] = torch.tensor([0x21, 0xF7, 0x9A], dtype=torch.uint8)
+    found = unpack_mxfp4(blocks, torch.tensor([[127]], dtype=torch.uint8), torch.float32)
+    assert found.shape == (1, 32)
+    assert found[0, :6].tolist() == [0.5, 1.0, 6.0, -6.0, -1.0, -0.5]
+    doubled = unpack_mxfp4(blocks, torch.tensor([[128]], dtype=torch.uint8), torch.float32)
+    assert torch.equal(doubled, 2 * found)

@@ -94,10 +94,12 @@ def test_experts_that_cannot_be_divided_are_refused_by_name():
     with pytest.raises(ValueError, match="expert_parallel: this model is not a mixture of experts"):
         check_division(ModelSpec(*SIZES), 1, True)
     mixture = Transformer(Qwen3Moe(*SIZES, experts=4, experts_per_token=2, normalizes=True))
-    with pytest.raises(ValueError, match="3 trainer processes; the model's 4 experts"):
+    with pytest.raises(ValueError, match="4 experts cannot be divided evenly among 3"):
         shard_model(mixture, Ranks(0, 3), "auto", expert_parallel=True)
     with pytest.raises(ValueError, match="expert_parallel: sharding none"):
         shard_model(mixture, Ranks(0, 2), "none", expert_parallel=True)
+    with pytest.raises(ValueError, match="context_parallel: sharding none"):
+        shard_model(mixture, Ranks(0, 2, 2), "none")
     shard_model(mixture, Ranks(), "auto", expert_parallel=True)  # one process has all experts
     assert all(layer.ranks is None for layer in mixture.expert_layers)
 

@@ -579,13 +579,14 @@ def _convert_memory(conversion: Conversion) -> None:
         conversion.change("trainer.model.seq_len", tokens, key, tokens, "tokens that are packed")
     for name, key in (("cp", "context_parallel"), ("ep", "expert_parallel"), ("dp_replicate", "")):
         ranks = conversion.source_value(f"trainer.model.{name}")
-        if ranks in (1, "auto"):
+        if ranks in (0, 1, False, "auto"):
             conversion.take(f"trainer.model.{name}")
             conversion.note("not needed", f"trainer.model.{name}", ranks, why="it is the default")
         elif key and ranks is not MISSING:
             conversion.take(f"trainer.model.{name}")
+            why = "experts are divided among all trainer processes" if name == "ep" else ""
             value = True if name == "ep" else ranks
-            conversion.change(f"trainer.model.{name}", ranks, f"trainer.{key}", value)
+            conversion.change(f"trainer.model.{name}", ranks, f"trainer.{key}", value, why)
     for at in ("trainer.model", "model", "orchestrator.model", "inference.model", "inference.vllm"):
         trusts = conversion.take(f"{at}.trust_remote_code")
         if trusts is True:

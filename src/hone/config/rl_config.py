@@ -40,9 +40,9 @@ class TrainerConfig(Config):
     """Loss of single environments, by the environment's name, where it differs from `loss`; an environment's
     `algorithm` sets it too."""
     micro_batch_tokens: Free[Positive | None] = None
-    """Most tokens in one forward and backward pass; fewer need less memory and give the same step. By default 16,384,
-    and on a GPU up to 32,768 where their activations take a fifth of its memory at most, or down to 2,048 where a step
-    would not fit otherwise."""
+    """Most tokens of one process in a forward and backward pass; fewer need less memory and give the same step. By
+    default 16,384, and on a GPU up to 32,768 where their activations take a fifth of its memory at most, or down to
+    2,048 where a step would not fit otherwise."""
     activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
     """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
     about a quarter more time. auto does so where a step would not fit the memory otherwise; with several trainer
@@ -59,7 +59,7 @@ class TrainerConfig(Config):
     divides the work."""
     context_parallel: Free[Positive] = 1
     """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead, so that the number of query heads must be a multiple."""
+    fit one GPU. Attention divides heads instead: the number of query heads must be a multiple of this value."""
     expert_parallel: Free[bool] = False
     """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
     gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""

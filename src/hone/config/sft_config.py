@@ -145,8 +145,8 @@ class SFTConfig(ResumableConfig):
     divides the work."""
     context_parallel: Free[Positive] = 1
     """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead, so that the number of query heads must be a multiple; dpo is
-    refused."""
+    fit one GPU. Attention divides heads instead: the number of query heads must be a multiple of this value.
+    dpo is refused."""
     expert_parallel: Free[bool] = False
     """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
     gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""

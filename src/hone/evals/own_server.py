@@ -18,7 +18,7 @@ from hone.config.sections import LOOPBACK
 from hone.evals.endpoints import Endpoint, find_endpoint, is_named
 from hone.process_report import read_report
 
-POLL_SECONDS = 0.02  # between looks at the report of a server that starts
+REPORT_POLL_SECONDS = 0.02  # between reads of a starting server's report
 
 
 def can_be_loaded(model: str) -> bool:
@@ -155,7 +155,7 @@ def server_arguments(model: str) -> list[str]:
 def _await_url(process: Process, report: Path) -> str:
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(POLL_SECONDS)
+            process.wait(REPORT_POLL_SECONDS)
         found = read_report(report)
         if "url" in found:
             return str(found["url"])

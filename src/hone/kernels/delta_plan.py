@@ -46,8 +46,8 @@ class DeltaHeads:
         parts = projected_TO.split(self.shape.projection_rows, 1)
         return parts[0], parts[1], parts[2], parts[3]
 
-    def divide(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the parts of the channels of q, of k and of v, which are along `dim`."""
+    def split_parts(self, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Split dimension `dim`, which has the channels of q, k and v, into these three."""
         keys = self.shape.key_heads * self.shape.key_size
         q, k, v = x.split([keys, keys, self.shape.outputs], dim)
         return q, k, v
@@ -58,14 +58,14 @@ class DeltaHeads:
         own = replace(
             shape, key_heads=shape.key_heads // count, value_heads=shape.value_heads // count
         )
-        conv_C1W = torch.cat([x.chunk(count)[index] for x in self.divide(self.conv_C1W, 0)])
+        conv_C1W = torch.cat([x.chunk(count)[index] for x in self.split_parts(self.conv_C1W, 0)])
         decay_V, bias_V = (x.chunk(count)[index] for x in (self.decay_V, self.bias_V))
         return DeltaHeads(own, conv_C1W, decay_V, bias_V, self.norm_F, self.eps)
 
     def split_channels(self, mixed_TC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q and k (T x K x E) and v (T x V x F)."""
         shape = self.shape
-        q, k, v = self.divide(mixed_TC, 1)
+        q, k, v = self.split_parts(mixed_TC, 1)
         of_key, of_value = (shape.key_heads, shape.key_size), (shape.value_heads, shape.value_size)
         return q.unflatten(1, of_key), k.unflatten(1, of_key), v.unflatten(1, of_value)
 

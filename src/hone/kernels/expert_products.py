@@ -119,7 +119,7 @@ def multiply_experts(
     return (out_TKD * weight_TK.to(x_TD.dtype)[:, :, None]).sum(1)
 
 
-def _owner_of_rows(counts_E: Tensor, rows: int) -> Tensor:
+def _repeat_expert_indices(counts_E: Tensor, rows: int) -> Tensor:
     """Return the expert of each of M rows that are ordered by expert."""
     numbers_E = torch.arange(len(counts_E), device=counts_E.device)
     return numbers_E.repeat_interleave(counts_E, output_size=rows)
@@ -127,7 +127,7 @@ def _owner_of_rows(counts_E: Tensor, rows: int) -> Tensor:
 
 def _repeat_bias(bias_EO: Tensor, counts_E: Tensor, rows: int) -> Tensor:
     """Return the bias of each row's expert, M x O; gradients are summed in a fixed order."""
-    return F.embedding(_owner_of_rows(counts_E, rows), bias_EO)
+    return F.embedding(_repeat_expert_indices(counts_E, rows), bias_EO)
 
 
 def multiply_groups(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
@@ -184,7 +184,9 @@ def decode_experts(
     return parts_KTD, expert_TK
 
 
-def _of_weight(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor, is_input_major: bool) -> Tensor:
+def _compute_weight_gradient(
+    grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor, is_input_major: bool
+) -> Tensor:
     """Return the gradient of each expert's weight, E x O x I, or E x I x O if `is_input_major`."""
     if is_input_major:
         grad_MO, x_MI = x_MI, grad_MO
@@ -195,9 +197,9 @@ def _of_weight(grad_MO: Tensor, x_MI: Tensor, counts_E: Tensor, is_input_major: 
     return torch.stack([grad.t() @ x for grad, x in pairs])
 
 
-def _of_bias(grad_MO: Tensor, counts_E: Tensor) -> Tensor:
+def _compute_bias_gradient(grad_MO: Tensor, counts_E: Tensor) -> Tensor:
     """Return the gradient of each expert's bias, E x O, summed in a fixed order."""
-    owner_M = _owner_of_rows(counts_E, len(grad_MO))
+    owner_M = _repeat_expert_indices(counts_E, len(grad_MO))
     found: Tensor = torch.ops.aten.embedding_dense_backward(
         grad_MO, owner_M, len(counts_E), -1, False
     )
@@ -263,8 +265,10 @@ class _GateUp(torch.autograd.Function):
             of_x = parts.sum(0)
         if needs_weight:
             x_MD = x[rows.token_M]
-            of_weight = _of_weight(of_gate_up, x_MD, rows.counts_E, ctx.is_input_major)
-        of_bias = _of_bias(of_gate_up, rows.counts_E) if needs_bias else None
+            of_weight = _compute_weight_gradient(
+                of_gate_up, x_MD, rows.counts_E, ctx.is_input_major
+            )
+        of_bias = _compute_bias_gradient(of_gate_up, rows.counts_E) if needs_bias else None
         of_added = of_gate_up if needs_added else None
         return of_x, of_weight, of_bias, of_added, None, None, None
 
@@ -330,10 +334,12 @@ class _Down(torch.autograd.Function):
             scales_M1 = scales.flatten()[rows.pairs_M, None].to(grad.dtype)
             of_added = grad_MD * scales_M1 if needs_added or needs_bias else None
             if needs_bias and of_added is not None:
-                of_bias = _of_bias(of_added, rows.counts_E)
+                of_bias = _compute_bias_gradient(of_added, rows.counts_E)
             if needs_weight:  # hidden has fewer columns to scale than the gradient
                 scaled_MF = hidden * scales_M1
-                of_weight = _of_weight(grad_MD, scaled_MF, rows.counts_E, ctx.is_input_major)
+                of_weight = _compute_weight_gradient(
+                    grad_MD, scaled_MF, rows.counts_E, ctx.is_input_major
+                )
         return (
             of_hidden,
             of_weight,

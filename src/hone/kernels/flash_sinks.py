@@ -1,7 +1,8 @@
 """Flash attention with sinks: a logit per head that joins the softmax, and whose share is dropped.
 
-A sink is a key with a value of zeros. So the forward pass scales what torch's flash attention gives,
-and its backward pass computes the right gradients from the scaled outputs and the larger sum.
+A sink acts as a key whose value is zero. The forward pass scales the outputs of torch's flash attention
+by the share that is left. The backward pass calls torch's with these outputs and the log-sum-exp that
+includes the sink.
 """
 
 from typing import Any, NamedTuple
@@ -68,7 +69,7 @@ def differentiate_flash(
     return gradients
 
 
-def flash_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, call: FlashCall) -> Tensor:
+def attend_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks_H: Tensor, call: FlashCall) -> Tensor:
     """Return attention outputs, T x H x E, with gradients."""
     out: Tensor = _FlashWithSinks.apply(q, k, v, sinks_H, call)  # type: ignore[no-untyped-call]
     return out

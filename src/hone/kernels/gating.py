@@ -1,4 +1,4 @@
-"""How the experts of GPT-OSS combine gates and ups. Imports no torch."""
+"""Clamped gating of GPT-OSS's experts. Imports no torch."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ class ClampedGating:
 
     Attributes:
         alpha: slope of the sigmoid.
-        limit: of gates from above, and of ups from both sides.
+        limit: upper bound of gates; ups are clamped to [-limit, limit].
     """
 
     alpha: float

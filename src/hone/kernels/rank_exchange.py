@@ -15,7 +15,7 @@ def exchange_rows(
 ) -> Tensor:
     """Send consecutive rows to each rank of a group; return the rows received, by rank. Collective.
 
-    Gradients travel back the same way.
+    The backward pass sends gradients in the opposite direction.
 
     Args:
         x: rows for rank 0, then those for rank 1, and so on.

@@ -32,7 +32,7 @@ from hone.kernels import gpu, numerics
 from hone.kernels.attention_form import AttentionForm
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan
 from hone.kernels.delta_rule import run_plan
-from hone.kernels.flash_sinks import FlashCall, call_flash, flash_with_sinks
+from hone.kernels.flash_sinks import FlashCall, attend_with_sinks, call_flash
 from hone.kernels.flat_attention import Sequences, flat_attention, takes
 from hone.kernels.gpu_training import heads_attention
 from hone.kernels.norm import offset_norm
@@ -482,7 +482,7 @@ def flash_varlen(
     left = -1 if window is None else window - 1
     call = FlashCall(of_q, of_k, longest_q, longest_k, left)
     if options is not None and options.sinks_H is not None:
-        out = flash_with_sinks(q, k, v, options.sinks_H, call)
+        out = attend_with_sinks(q, k, v, options.sinks_H, call)
     elif torch.is_grad_enabled():
         from torch.nn.attention.varlen import varlen_attn
 

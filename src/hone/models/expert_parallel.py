@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank holds some experts of every block, and tokens travel to them.
+"""Expert parallelism: each rank holds some experts of every block and computes the tokens routed to them.
 
     x ─ rows for the experts of rank i ─ all-to-all ─► products of this rank's experts ─ all-to-all ─► weighted sum
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.kernels.expert_products import ExpertWeights, multiply_experts, order_pairs
 from hone.kernels.rank_exchange import exchange_rows
-from hone.kernels.row_gather import put_rows, take_rows
+from hone.kernels.row_gather import put_rows
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,13 @@ class ExpertRanks:
     def multiply_experts(
         self, x_TD: Tensor, experts: ExpertWeights, weight_TK: Tensor, expert_TK: Tensor
     ) -> Tensor:
-        """Do what `expert_products.multiply_experts` does, with the experts of all ranks. Collective.
+        """Compute `multiply_experts` with the experts divided among all ranks. Collective.
 
-        `experts` are this rank's; `expert_TK` are numbers among all experts. The host waits once,
-        for the numbers of rows.
+        The host waits once, for the row counts.
+
+        Args:
+            experts: this rank's experts.
+            expert_TK: indices among all experts.
         """
         T, K = expert_TK.shape
         own = experts.count
@@ -42,8 +45,8 @@ class ExpertRanks:
         to_rank_RE = counts_E.view(self.count, own).contiguous()
         from_rank_RE = self._exchange_counts(to_rank_RE)
         sent, received = torch.stack([to_rank_RE.sum(1), from_rank_RE.sum(1)]).tolist()
-        x_MD = take_rows(x_TD.repeat_interleave(K, 0), pairs_M)
-        rows_ND = exchange_rows(x_MD, sent, received, None)
+        # F.embedding sums its gradient in a fixed order; indexing on a GPU does not.
+        rows_ND = exchange_rows(F.embedding(pairs_M // K, x_TD), sent, received, None)
         numbers = torch.arange(own, device=x_TD.device).repeat(self.count)
         count = sum(received)
         expert_N = numbers.repeat_interleave(from_rank_RE.flatten(), output_size=count)
@@ -64,7 +67,7 @@ class ExpertRanks:
         return from_rank_RE
 
 
-def local_part(x: Tensor) -> Tensor:
+def take_local_part(x: Tensor) -> Tensor:
     """Return this rank's part of a tensor, with gradients; all of it if it is not sharded."""
     part: Tensor = x.to_local() if hasattr(x, "to_local") else x
     return part

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +23,7 @@ from hone.models.gemma4 import Gemma4Transformer
 from hone.models.hf_model import HFModel
 from hone.models.language_model import LanguageModel
 from hone.models.model_directory import TEXT_FILES, leads_out
-from hone.models.mxfp4 import BLOCKS, SCALES, has_packed_weights, packed_parts, unpack_mxfp4
+from hone.models.mxfp4 import BLOCKS, SCALES, has_packed_weights, list_packed_parts, unpack_mxfp4
 from hone.models.spec import ModelSpec, read_model_config
 from hone.models.transformer import Transformer
 from hone.run_directory import appearing_directory
@@ -104,8 +104,8 @@ def _load_stored(model: LanguageModel, directory: Path) -> None:
     stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
     if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
-        has_others = is_part or model.spec.has_surplus_tensors
-        load_weights({stored[name]: x for name, x in wanted.items()}, directory, has_others)
+        into = {stored[name]: x for name, x in wanted.items()}
+        load_weights(into, directory, is_part, model.spec.is_unused)
         return
     converted = model.read_converted(directory)
     with torch.no_grad():
@@ -162,46 +162,53 @@ def _spell_in_whole(name: str) -> Iterator[str]:
 
 @torch.no_grad()
 def load_packed_weights(into: Mapping[str, Tensor], directory: Path) -> None:
-    """Do what `load_weights` does for files that have some weights in MXFP4.
+    """Load weights of which some are stored in MXFP4, like `load_weights`.
 
-    A packed weight has its numbers along its inputs, which are the last but one axis of a tensor of
-    `into`.
+    A packed weight is experts x inputs x outputs in `into`; the files pack it along the inputs.
     """
     stored = list_stored(directory)
     expected: dict[str, Tensor] = {}
     for name, tensor in into.items():
-        expected |= packed_parts(name, tensor) if name + BLOCKS in stored else {name: tensor}
+        expected |= list_packed_parts(name, tensor) if name + BLOCKS in stored else {name: tensor}
     where = find_weights(expected, directory)
-    for file in sorted(set(where.values())):
-        with safe_open(file, framework="pt") as reader:
-            for name, tensor in into.items():
-                if where.get(name) == file:
-                    tensor.copy_(reader.get_tensor(name))
+    require_tied_head(into, where, directory)
+    _copy_tensors({name: x for name, x in into.items() if name + BLOCKS not in stored}, where)
     for name, tensor in into.items():
         if name + BLOCKS in stored:
-            blocks, scales = (_read_tensor(where[n], n) for n in (name + BLOCKS, name + SCALES))
+            blocks, scales = (_read_bytes(where[n], n) for n in (name + BLOCKS, name + SCALES))
             for i in range(len(tensor)):
                 tensor[i].copy_(unpack_mxfp4(blocks[i], scales[i], tensor.dtype).T)
 
 
-def _read_tensor(file: Path, name: str) -> Tensor:
+def _read_bytes(file: Path, name: str) -> Tensor:
+    """Return a stored tensor. Raises ValueError if it is not uint8."""
     with safe_open(file, framework="pt") as reader:
         found: Tensor = reader.get_tensor(name)
+    if found.dtype != torch.uint8:
+        raise ValueError(f"{file}: {name} is {str(found.dtype)[6:]}; MXFP4 is stored as uint8")
     return found
 
 
 @torch.no_grad()
 def load_weights(
-    into: Mapping[str, Tensor], directory: Path, has_other_parts: bool = False
+    into: Mapping[str, Tensor],
+    directory: Path,
+    has_other_parts: bool = False,
+    is_unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
     """Copy a directory's weights into existing tensors, given by HF name, on any device.
 
-    With `has_other_parts` the directory may have further tensors. Raises ValueError like
-    `load_model`, before any tensor is changed.
+    With `has_other_parts` the directory may have further tensors, else only those whose names
+    `is_unused` accepts. Raises ValueError like `load_model`, before any tensor is changed.
     """
-    where = find_weights(into, directory, has_other_parts)
+    where = find_weights(into, directory, has_other_parts, is_unused)
     require_tied_head(into, where, directory)
-    for file in sorted(set(where.values())):
+    _copy_tensors(into, where)
+
+
+def _copy_tensors(into: Mapping[str, Tensor], where: Mapping[str, Path]) -> None:
+    """Copy stored tensors into existing ones; `where` has the file of each, by name."""
+    for file in sorted({where[name] for name in into}):
         with safe_open(file, framework="pt") as reader:
             for name, tensor in into.items():
                 if where[name] == file:
@@ -232,12 +239,16 @@ def require_tied_head(
 
 
 def find_weights(
-    wanted: Mapping[str, Tensor] | None, directory: Path, has_other_parts: bool = False
+    wanted: Mapping[str, Tensor] | None,
+    directory: Path,
+    has_other_parts: bool = False,
+    is_unused: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Path]:
     """Return the file of each tensor, by HF name.
 
-    With `has_other_parts` there may be tensors that are not `wanted`. Raises ValueError for
-    unreadable files, or if names or shapes differ from those of `wanted`.
+    With `has_other_parts` there may be tensors that are not `wanted`, else only those whose names
+    `is_unused` accepts. Raises ValueError for unreadable files, or if names or shapes differ from
+    those of `wanted`.
     """
     files, listed = weight_files(directory)
     shapes = {file: _read_shapes(file) for file in files}
@@ -248,7 +259,12 @@ def find_weights(
     if listed is None:
         _refuse_duplicates(shapes, where, directory)
     if wanted:
-        _check_tensors(wanted, where, shapes, directory, has_other_parts)
+        _check_tensors(wanted, where, shapes, directory)
+        surplus = [] if has_other_parts else _list_surplus(wanted, where, is_unused)
+        if surplus:
+            raise ValueError(
+                f"{directory}: tensors that the model does not have: {', '.join(surplus[:5])}"
+            )
     return where
 
 
@@ -257,9 +273,8 @@ def _check_tensors(
     where: Mapping[str, Path],
     shapes: Mapping[Path, Mapping[str, tuple[int, ...]]],
     directory: Path,
-    has_other_parts: bool,
 ) -> None:
-    """Raise ValueError if a tensor is missing, has another shape, or is not the model's."""
+    """Raise ValueError if a tensor is missing or has another shape."""
     for name, tensor in wanted.items():
         if name not in where:
             read = ", ".join(file.name for file in shapes)
@@ -269,13 +284,16 @@ def _check_tensors(
             raise ValueError(
                 f"{where[name]}: {name} has shape {shape}, config.json says {tuple(tensor.shape)}"
             )
+
+
+def _list_surplus(
+    wanted: Mapping[str, Tensor], where: Mapping[str, Path], is_unused: Callable[[str], bool]
+) -> list[str]:
+    """Return the stored tensors that the model does not have, sorted."""
     # A tied checkpoint may store the head once more, older ones the rotary frequencies: both are derived.
     derived = {n for n in where if n == HEAD or n.endswith("rotary_emb.inv_freq")}
     surplus = where.keys() - wanted.keys() - derived
-    if surplus and not has_other_parts:
-        raise ValueError(
-            f"{directory}: tensors that the model does not have: {', '.join(sorted(surplus)[:5])}"
-        )
+    return sorted(name for name in surplus if not is_unused(name))
 
 
 def _refuse_duplicates(
@@ -383,8 +401,8 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Return the model's weights under their HF names, as views.
 
-    With `has_whole_experts`, or where all files are so, the weights of all experts of a layer are
-    one tensor.
+    With `has_whole_experts`, or if the family always stores them so, the weights of all experts of a
+    layer are one tensor.
     """
     is_whole = has_whole_experts or model.spec.stores_whole_experts
     for ours, theirs in hf_names(model.spec).items():

@@ -19,7 +19,7 @@ from hone.kernels.linear import linear
 from hone.kernels.norm import add_norm, normalize_projections
 from hone.kernels.swiglu import geglu, swiglu
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
-from hone.models.expert_parallel import ExpertRanks, local_part
+from hone.models.expert_parallel import ExpertRanks, take_local_part
 from hone.models.families.qwen3_moe import Qwen3Moe
 from hone.models.mixers import Mixer
 from hone.models.spec import ModelSpec
@@ -384,13 +384,13 @@ class ExpertLinear(Linear):
     def stack_weights(self, dtype: torch.dtype) -> Tensor:
         """Return the weights of this rank's experts, experts first."""
         rows = len(self.weight) // self.experts
-        return local_part(self.weight).to(dtype).view(-1, rows, self.weight.shape[1])
+        return take_local_part(self.weight).to(dtype).view(-1, rows, self.weight.shape[1])
 
     def stack_biases(self, dtype: torch.dtype) -> Tensor | None:
         """Return the biases of this rank's experts as experts x outputs."""
         if self.bias is None:
             return None
-        return local_part(self.bias).to(dtype).view(-1, len(self.bias) // self.experts)
+        return take_local_part(self.bias).to(dtype).view(-1, len(self.bias) // self.experts)
 
     def forward(self, x_MI: Tensor) -> Tensor:
         raise TypeError("the products of experts are computed together, by Experts")

@@ -27,7 +27,7 @@ from hone.kernels.row_gather import put_rows
 from hone.models.adapters import read_adapter, read_files, scale_of
 from hone.models.dithering import dither_, dither_each_
 from hone.models.eight_bit import quantize_blocks
-from hone.models.expert_parallel import local_part
+from hone.models.expert_parallel import take_local_part
 from hone.models.hf import hf_names, split_rows
 from hone.models.language_model import LanguageModel
 from hone.models.layers import ExpertLinear, Linear
@@ -156,7 +156,7 @@ class ExpertLoRA(LoRA):
         """
         rank = self.config.rank
         width = -(-rank * sum(self.adapted) // RANK_MULTIPLE) * RANK_MULTIPLE
-        A, B = (local_part(x).to(dtype) for x in (self.A, self.B))
+        A, B = (take_local_part(x).to(dtype) for x in (self.A, self.B))
         a_ERI = A.view(-1, rank * sum(self.adapted), A.shape[1])
         E = len(a_ERI)
         a_ERI = F.pad(a_ERI, (0, 0, 0, width - a_ERI.shape[1]))

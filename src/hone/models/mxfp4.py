@@ -1,7 +1,7 @@
 """Read weights in MXFP4: numbers of 4 bits, 32 of which share a scale of 8 bits (OCP microscaling 1.0).
 
 A weight NAME of R x C numbers is stored as NAME_blocks, uint8 R x C / 32 x 16, two numbers to a byte,
-the first in the low bits; and NAME_scales, uint8 R x C / 32, exponents of 2 that are 127 too large.
+the first in the low bits; and NAME_scales, uint8 R x C / 32, exponents of 2 with a bias of 127.
 """
 
 from collections.abc import Collection, Iterable
@@ -21,11 +21,18 @@ def has_packed_weights(wanted: Iterable[str], stored: Collection[str]) -> bool:
     return any(name + BLOCKS in stored for name in wanted)
 
 
-def packed_parts(name: str, weight_EIO: Tensor) -> dict[str, Tensor]:
-    """Return tensors without data, of the shapes in which files store a weight, by name.
+def list_packed_parts(name: str, weight_EIO: Tensor) -> dict[str, Tensor]:
+    """Return meta tensors with the names and shapes under which files store a packed weight.
 
-    The weight is experts x inputs x outputs; the stored rows are outputs.
+    The weight is experts x inputs x outputs; the stored rows are outputs. Raises ValueError for a
+    weight that MXFP4 cannot store.
     """
+    if weight_EIO.dim() != 3 or weight_EIO.shape[1] % GROUP_SIZE:
+        shape = tuple(weight_EIO.shape)
+        raise ValueError(
+            f"{name} of shape {shape} is stored in MXFP4, which is for experts whose inputs are a "
+            f"multiple of {GROUP_SIZE}"
+        )
     E, inputs, outputs = weight_EIO.shape
     groups = (E, outputs, inputs // GROUP_SIZE)
     return {

@@ -106,16 +106,12 @@ class ModelSpec:
     implementation: ClassVar[str] = "hone"  # what computes the model
     gates_attention: ClassVar[bool] = False  # q_proj has a gate beside q, for each head
     prepares_heads: ClassVar[bool] = False  # norms and rotation come before the attention kernel
-    has_surplus_tensors: ClassVar[bool] = (
-        False  # files may have tensors that the model does not use
-    )
     stores_whole_experts: ClassVar[bool] = False  # files always have one tensor for all experts
 
     @property
     def has_fast_paths(self) -> bool:
         """Return True if packed models and captured steps support this model's blocks."""
-        is_plain = self.attention_scale is None and self.attention_cap is None
-        is_plain = is_plain and not self.has_sinks
+        is_plain = self.attention_scale is None and self.has_plain_attention
         has_factors = self.embedding_factor != 1.0 or self.logit_factor != 1.0
         return (
             self.block == BlockOptions()
@@ -123,8 +119,13 @@ class ModelSpec:
             and self.qk_norm != "whole"
             and is_plain
             and not has_factors
-            and not any(layer.window for layer in self.layers)
         )
+
+    @property
+    def has_plain_attention(self) -> bool:
+        """Return True if attention has no windows, no cap of its logits, and no sinks."""
+        has_windows = any(layer.window for layer in self.layers)
+        return self.attention_cap is None and not self.has_sinks and not has_windows
 
     @property
     def has_plain_heads(self) -> bool:
@@ -141,9 +142,7 @@ class ModelSpec:
     @property
     def shares_pages(self) -> bool:
         """Return True if a GPU can read pages of several sequences at once in a decode step."""
-        has_windows = any(layer.window for layer in self.layers)
-        has_options = self.attention_cap is not None or self.has_sinks or has_windows
-        return self.has_plain_heads and not has_options
+        return self.has_plain_heads and self.has_plain_attention
 
     @property
     def context_marks(self) -> tuple[int, ...]:
@@ -167,7 +166,7 @@ class ModelSpec:
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
         """Return (inputs, outputs) of the linears of a block that support LoRA, by HF name.
 
-        The largest of all blocks, where they differ.
+        If blocks differ, these are the largest shapes.
         """
         D = self.hidden_size
         F = self.intermediate_size
@@ -235,11 +234,15 @@ class ModelSpec:
         return table
 
     def fused_name(self, name: str) -> str | None:
-        """Return the HF tensor as which files may store a parameter of all experts, these first.
+        """Return the HF name of the tensor that stacks this parameter of all experts, experts first.
 
         None: files have only the tensors that the parameter stacks.
         """
         return None
+
+    def is_unused(self, name: str) -> bool:
+        """Return True if files may have a tensor of this HF name that the model does not use."""
+        return False
 
     def can_adapt(self, name: str) -> bool:
         """Return True if the linear of this HF name may have a LoRA adapter."""

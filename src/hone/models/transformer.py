@@ -284,11 +284,8 @@ class Transformer(LanguageModel):
     @property
     def trains_prefixes(self) -> bool:
         # Flash attention takes larger heads than Hone's kernels, but no options with prefixes.
-        spec = self.spec
-        has_windows = any(layer.window for layer in spec.layers)
-        is_plain = spec.attention_cap is None and not has_windows and not spec.has_sinks
-        has_flash = gpu.has_kernels(self.embed.weight) and spec.head_dim <= FLASH_HEAD_SIZE
-        return super().trains_prefixes or (is_plain and has_flash)
+        has_flash = gpu.has_kernels(self.embed.weight) and self.spec.head_dim <= FLASH_HEAD_SIZE
+        return super().trains_prefixes or (self.spec.has_plain_attention and has_flash)
 
     @property
     def state_bytes(self) -> int:

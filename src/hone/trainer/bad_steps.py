@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hone.models.expert_parallel import local_part
+from hone.models.expert_parallel import take_local_part
 from hone.trainer.optim import Optimizer
 from hone.trainer.ranks import Ranks
 
@@ -92,7 +92,7 @@ def handle_bad_step(
     ranks.barrier()
     what = f"step {step}: the gradients' norm is {norm:.4g}; the sequences with the worst are in {file}"
     if on_bad_step == "stop":
-        broken = sum(not torch.isfinite(local_part(p)).all() for p in optimizer.parameters)
+        broken = sum(not torch.isfinite(take_local_part(p)).all() for p in optimizer.parameters)
         cause = (
             f"{broken} weights are not finite themselves"
             if broken

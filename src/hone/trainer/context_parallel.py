@@ -2,14 +2,15 @@
 
     tokens of rank i ─ norm, qkv ─ all-to-all ─► all tokens of some heads ─ attend ─ all-to-all ─► tokens of rank i
 
-All layers but attention compute a rank's own tokens; attention, and the gated delta rule, compute
-all tokens of a rank's own heads (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). The
-loss is that of a rank's own targets, and the sum over ranks is that of the micro-batch.
+Attention and the gated delta rule compute all tokens for some heads; all other layers compute only a
+rank's tokens (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509). Each rank computes the loss of
+its own targets; the sum over ranks is the loss of the micro-batch.
 
 Shapes: T tokens of the micro-batch, with padding; t = T / n of a rank; n ranks.
 """
 
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,7 +34,8 @@ class ContextGroup:
 
     Attributes:
         count: number of ranks.
-        index: of this rank among them.
+        index: position of this rank in the group.
+        group: process group of these ranks.
     """
 
     count: int
@@ -47,11 +49,12 @@ class ContextGroup:
             return None
         import torch.distributed as dist
 
-        group, _ = dist.new_subgroups(group_size=ranks.context)
+        timeout = timedelta(seconds=ranks.timeout)
+        group, _ = dist.new_subgroups(group_size=ranks.context, timeout=timeout)
         return ContextGroup(ranks.context, ranks.rank % ranks.context, group)
 
     def take_own_part(self, packed: Packed) -> Packed:
-        """Return a micro-batch with this rank's tokens and targets, attention over all of them."""
+        """Return this rank's part of a micro-batch: its tokens and targets, with attention over all tokens."""
         whole = packed.attention
         assert isinstance(whole, PackedAttention)
         total = len(packed.tokens_T)
@@ -67,12 +70,16 @@ class ContextGroup:
         own = is_own_N.cpu().numpy()
         if row_N is not None:
             row_N = (is_kept_K.cumsum(0) - 1)[row_N[is_own_N]]
+        own_keep = keep[is_kept_K] - first
+        if not len(own_keep):
+            # A row without a target, so that all ranks run the same kernels and collectives.
+            own_keep, row_N = own_keep.new_zeros(1), own_keep.new_zeros(0)
         source = np.concatenate([packed.source_T, np.zeros(padding, packed.source_T.dtype)])
         return replace(
             packed,
             attention=attention,
             tokens_T=tokens[first : first + size],
-            keep_K=keep[is_kept_K] - first,
+            keep_K=own_keep,
             row_N=row_N,
             targets_N=packed.targets_N[is_own_N],
             sequence_N=packed.sequence_N[is_own_N],
@@ -81,7 +88,7 @@ class ContextGroup:
         )
 
     def gather_targets(self, own_N: Tensor, own: Packed, whole: Packed) -> Tensor:
-        """Return a value of each target of the whole micro-batch from those of each rank. Collective."""
+        """Gather one value per target from all ranks, in the order of the micro-batch. Collective."""
         import torch.distributed as dist
 
         values_N = own_N.new_zeros(len(whole.source_N))
@@ -90,7 +97,7 @@ class ContextGroup:
         return values_N
 
     def complete_targets(self, own_N: Tensor, own: Packed, whole: Packed) -> Tensor:
-        """Do what `gather_targets` does, with gradients of this rank's own values. Collective."""
+        """Gather like `gather_targets`; this rank's own values keep their gradients. Collective."""
         gathered_N = self.gather_targets(own_N.detach(), own, whole)
         return gathered_N.index_copy(0, _find_places(own, whole), own_N)
 
@@ -114,7 +121,7 @@ def _find_places(own: Packed, whole: Packed) -> Tensor:
 
 
 class DividedAttention:
-    """Attention of a rank's own tokens, T / n, to all tokens of their sequences.
+    """Compute attention for a rank's T / n tokens by exchanging tokens for heads.
 
     `whole` is the attention of all T tokens; it is called with this rank's heads.
     """
@@ -154,7 +161,9 @@ class DividedAttention:
     def mix_delta(self, layer: int, projected_tO: Tensor, heads: DeltaHeads) -> Tensor:
         n = self.context.count
         mixed, z, b, a = heads.split_projection(projected_tO)
-        parts = [x.unflatten(1, (n, x.shape[1] // n)) for x in (*heads.divide(mixed, 1), z, b, a)]
+        parts = [
+            x.unflatten(1, (n, x.shape[1] // n)) for x in (*heads.split_parts(mixed, 1), z, b, a)
+        ]
         projected_TO = self.context.gather_tokens(torch.cat(parts, 2))
         own = heads.take_part(n, self.context.index)
         return self.context.scatter_tokens(self.whole.mix_delta(layer, projected_TO, own))

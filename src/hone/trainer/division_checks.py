@@ -33,11 +33,11 @@ def _check_heads(spec: ModelSpec, count: int) -> None:
     for name, number in [("query heads", heads), *of_delta]:
         if number % count:
             raise ValueError(
-                f"context_parallel {count}: the model's {number} {name} are divided evenly among "
-                "these processes, so their number must be a multiple"
+                f"context_parallel {count}: the model's {number} {name} cannot be divided evenly "
+                f"among {count} processes"
             )
     if kv_heads % count and count % kv_heads:
         raise ValueError(
             f"context_parallel {count}: the model has {kv_heads} key/value heads; take a divisor or "
-            "a multiple of it"
+            f"a multiple of {kv_heads}"
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hone.kernels.orthogonal import orthogonal
-from hone.models.expert_parallel import local_part
+from hone.models.expert_parallel import take_local_part
 from hone.trainer.sharding import as_part_of, gather_whole, part_of
 
 MUON_MOMENTUM = 0.95
@@ -40,11 +40,13 @@ def step_muon(
     """
     matrices = []
     for weight, grad, momentum, split in zip(weights, grads, momenta, splits, strict=True):
-        local_part(momentum).lerp_(grad, 1 - MUON_MOMENTUM)
-        update = gather_whole(as_part_of(grad.lerp(local_part(momentum), MUON_MOMENTUM), weight))
+        take_local_part(momentum).lerp_(grad, 1 - MUON_MOMENTUM)
+        update = gather_whole(
+            as_part_of(grad.lerp(take_local_part(momentum), MUON_MOMENTUM), weight)
+        )
         matrices.append(split(update))
     moves = iter(orthogonal([matrix for parts in matrices for matrix in parts]))
     for weight, parts in zip(weights, matrices, strict=True):
         move = torch.cat([next(moves) * (0.2 * math.sqrt(max(part.shape))) for part in parts])
-        local_part(weight).mul_(1 - lr * weight_decay)
-        local_part(weight).add_(part_of(move, weight), alpha=-lr)
+        take_local_part(weight).mul_(1 - lr * weight_decay)
+        take_local_part(weight).add_(part_of(move, weight), alpha=-lr)

@@ -15,7 +15,7 @@ from hone.config.sections import OptimConfig, SchedulerConfig
 from hone.config.sft_config import SFTConfig
 from hone.kernels import adamw
 from hone.kernels.pinned_memory import brought, reachable_zeros
-from hone.models.expert_parallel import local_part
+from hone.models.expert_parallel import take_local_part
 from hone.models.hf import split_rows
 from hone.models.language_model import LanguageModel
 from hone.trainer import muon
@@ -124,7 +124,7 @@ class Optimizer:
         # torch's kernel keeps moments in fp32 and needs a separate pass to round half-precision
         # weights.
         is_short = config.state_dtype == "bfloat16"
-        has_kernel = is_half and adamw.takes(local_part(self.masters[0]))
+        has_kernel = is_half and adamw.takes(take_local_part(self.masters[0]))
         self.is_own = is_short or self.is_away or has_kernel
         self._divide_by_decay()
         self._sums: list[Tensor] | None = None
@@ -152,7 +152,7 @@ class Optimizer:
         self.by_adamw = [i for members, _ in self.groups for i in members]
         if self.is_own:
             kinds = (self.parameters, self.masters, self.exp_avg, self.exp_avg_sq)
-            tensors = [[local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
+            tensors = [[take_local_part(kind[i]).detach() for i in self.by_adamw] for kind in kinds]
             decays = [decay for members, decay in self.groups for _ in members]
             self.own = adamw.AdamW(tensors, decays)
 
@@ -275,7 +275,7 @@ class Optimizer:
         beta1, beta2 = self.config.betas
         for members, weight_decay in self.groups:
             masters, exp_avg, exp_avg_sq = (
-                [local_part(values[i]) for i in members]
+                [take_local_part(values[i]) for i in members]
                 for values in (self.masters, self.exp_avg, self.exp_avg_sq)
             )
             steps = [self.steps[i] for i in members]
@@ -299,7 +299,7 @@ class Optimizer:
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's part of each gradient, zeros if there is none."""
         return [
-            torch.zeros_like(local_part(p)) if p.grad is None else local_part(p.grad)
+            torch.zeros_like(take_local_part(p)) if p.grad is None else take_local_part(p.grad)
             for p in self.parameters
         ]
 

@@ -64,9 +64,9 @@ class SmallPasses(Protocol):
 class Packed:
     """A micro-batch: T input tokens, N target tokens, and the K inputs that predict the targets.
 
-    Or a rank's part of one, whose attention knows the other tokens too. Targets are in the order of
-    their sequences. K < N if one input, the end of a shared prompt, predicts a target of several
-    sequences.
+    With context parallelism this is one rank's part of a micro-batch; its attention covers the
+    tokens of all ranks. Targets are in the order of their sequences. K < N if one input, the end of
+    a shared prompt, predicts a target of several sequences.
     """
 
     attention: SequenceAttention
@@ -105,9 +105,9 @@ class Packed:
     def count_flops(self, spec: ModelSpec) -> float:
         """Return the forward FLOPs: all tokens, their attention, and the head for targets."""
         _, lengths, _, before = self.attention.sequences.rows.T
-        tokens = max(len(self.tokens_T), 1)
-        context = float((lengths * (before + lengths / 2)).sum()) / tokens
-        return len(self.tokens_T) * spec.flops_per_token(context, len(self.targets_N) / tokens)
+        context = float((lengths * (before + lengths / 2)).sum()) / max(int(lengths.sum()), 1)
+        head = len(self.targets_N) / max(len(self.tokens_T), 1)
+        return len(self.tokens_T) * spec.flops_per_token(context, head)
 
     def target_logprobs(
         self, model: LanguageModel, temperature_N: Tensor, entropy_gradient: bool = False

@@ -3,8 +3,8 @@
     batch ─ shares of like cost ─► rank 0 … n - 1: forward, backward ─ sum of gradients ─► the same step on all
 
 Each rank has a share of the sequences, and the whole model or a part of every weight
-(`sharding.py`). Neighbouring ranks may have a share together and divide its tokens
-(`context_parallel.py`).
+(`sharding.py`). With context parallelism, consecutive ranks receive the same share and divide its
+tokens (`context_parallel.py`).
 
 Losses are weighted over the whole batch, so sums over ranks equal the result of one process. Only
 the first rank writes files. Ranks exchange only tensors.
@@ -27,15 +27,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all that train a model.
+    """Rank of this process and number of processes that train one model.
 
     Attributes:
-        context: number of neighbouring ranks that have one share of the sequences together.
+        rank: index of this process.
+        count: number of processes.
+        context: number of consecutive ranks that receive the same share and divide its tokens.
+        timeout: seconds to wait for another rank.
     """
 
     rank: int = 0
     count: int = 1
     context: int = 1
+    timeout: float = 1800.0
 
     @staticmethod
     def join_ranks(timeout: float) -> "Ranks":
@@ -53,7 +57,7 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # checkpoints are written from the CPU
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
-        ranks = Ranks(dist.get_rank(), count)
+        ranks = Ranks(dist.get_rank(), count, timeout=timeout)
         if not ranks.is_first:
             logging.getLogger("hone").setLevel(logging.ERROR)
         return ranks

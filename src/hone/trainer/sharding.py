@@ -37,8 +37,11 @@ def shard_model(
     Raises ValueError for models and numbers of ranks that do not allow this.
     """
     device = model.embed.weight.device
+    if ranks.count > 1 and sharding == "none" and (expert_parallel or ranks.context > 1):
+        key = "expert_parallel" if expert_parallel else "context_parallel"
+        raise ValueError(f"{key}: sharding none keeps the whole model in each process; take full")
     if expert_parallel:
-        _check_experts(model, ranks, sharding)
+        _check_experts(model, ranks)
     is_divided = expert_parallel or ranks.context > 1
     is_whole = sharding == "none" or (
         sharding == "auto" and device.type == "cpu" and not is_divided
@@ -69,19 +72,15 @@ def shard_model(
         part.set_force_sum_reduction_for_comms(True)  # Gloo supports only sums
 
 
-def _check_experts(model: LanguageModel, ranks: Ranks, sharding: Sharding) -> None:
+def _check_experts(model: LanguageModel, ranks: Ranks) -> None:
     """Raise ValueError if the model's experts cannot be divided among the ranks."""
     experts = model.spec.experts  # type: ignore[attr-defined]
     if ranks.count == 1:
         log.warning("expert_parallel has no effect: there is one trainer process")
-    if ranks.count > 1 and sharding == "none":
-        raise ValueError(
-            "expert_parallel: sharding none keeps the whole model in each process; take full"
-        )
     if experts % ranks.count:
         raise ValueError(
-            f"expert_parallel: {ranks.count} trainer processes; the model's {experts} experts are divided "
-            "evenly, so their number must be a multiple"
+            f"expert_parallel: the model's {experts} experts cannot be divided evenly among "
+            f"{ranks.count} trainer processes"
         )
 
 

@@ -94,12 +94,8 @@ class TrainingGraphs:
         spec = model.spec
         on_device = trains_model(model.embed.weight, spec.head_dim) and model.stays_on_device
         on_device = on_device and not spec.delta_layers  # whose plans the host makes
-        has_plain_attention = spec.has_plain_heads and all(
-            layer.window is None for layer in spec.layers
-        )
-        is_plain = spec.attention_cap is None and not spec.has_sinks
-        is_plain = is_plain and all(one.is_plain for one in lora_modules(model))
-        if not (on_device and has_plain_attention and is_plain):
+        is_plain = spec.has_plain_heads and spec.has_plain_attention
+        if not (on_device and is_plain and all(one.is_plain for one in lora_modules(model))):
             return None
         return None if is_sharded or numerics.is_exact() else TrainingGraphs(model)
 

@@ -100,6 +100,11 @@ class VllmFiles:
     def _check_shape(self, place: Path) -> None:
         config = read_model_config(place)
         keys = (self.config.keys() | config.keys()) - set(NO_SHAPE)
+        if "quantization_config" in self.config and "quantization_config" not in config:
+            raise ValueError(
+                f"{self.model / 'config.json'} has a quantization_config, and weights are trained in bfloat16: "
+                "save the model in bfloat16 first, or take backend hone"
+            )
         for key in sorted(keys):
             if self.config.get(key) != config.get(key):
                 raise ValueError(

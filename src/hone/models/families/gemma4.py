@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,15 +31,17 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
 }
 FULL_HEAD_SIZE = 512
-# What later versions of the family have, and these do not.
+# Projections of layers that share keys, by their number.
+UNUSED_TENSOR = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:[kv]_proj|[kv]_norm)\.weight")
+# Options of other Gemma 4 models, which are refused.
 OTHER_OPTIONS = ("attention_k_eq_v", "enable_moe_block", "num_global_key_value_heads")
-# HF names of a block's linears beside attention and MLP.
+# HF names of a block's linears other than those of attention and MLP.
 INPUT_LINEARS = ("per_layer_input_gate", "per_layer_projection")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma4(ModelSpec):
-    """Spec of Gemma 4's E-series.
+    """Shape of a Gemma 4 E-series model.
 
     `head_dim` is the largest of all layers.
 
@@ -54,7 +57,6 @@ class Gemma4(ModelSpec):
     layer_input_size: int
     has_wide_mlp: bool
 
-    has_surplus_tensors: ClassVar[bool] = True  # projections of layers that share keys
     prepares_heads: ClassVar[bool] = True
 
     @property
@@ -64,6 +66,10 @@ class Gemma4(ModelSpec):
     @property
     def shares_pages(self) -> bool:
         return False
+
+    def is_unused(self, name: str) -> bool:
+        found = UNUSED_TENSOR.fullmatch(name)
+        return found is not None and not self.is_source(int(found[1]))
 
     def is_source(self, layer: int) -> bool:
         """Return True if the layer has keys and values of its own."""
@@ -206,6 +212,11 @@ def parse_gemma4(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     kinds = list(
         config.get("layer_types") or [FULL if (i + 1) % 6 == 0 else SLIDING for i in range(count)]
     )
+    shared = int(config.get("num_kv_shared_layers") or 0)
+    if len(kinds) != count or not 0 <= shared < count:
+        raise NotImplementedHere(
+            f"{origin}: layer_types has {len(kinds)} kinds for {count} layers, of which {shared} share keys"
+        )
     small = int(config["head_dim"])
     sizes = {FULL: _read_full_head_size(config, kinds), SLIDING: small}
     ropes = dict(config.get("rope_parameters") or ROPES)
@@ -213,7 +224,7 @@ def parse_gemma4(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     for kind in kinds:
         one = dict(config) | {"head_dim": sizes.get(kind, small), "rope_parameters": ropes}
         layers += parse_layers(one | {"num_hidden_layers": 1}, origin, [kind])
-    own = count - int(config.get("num_kv_shared_layers") or 0)
+    own = count - shared
     last = {
         kind: max((i for i in range(own) if kinds[i] == kind), default=-1) for kind in set(kinds)
     }
@@ -242,7 +253,8 @@ def _read_full_head_size(config: Mapping[str, Any], kinds: list[str]) -> int:
     if config.get("global_head_dim"):
         return int(config["global_head_dim"])
     by_layer = config.get("per_layer_config") or {}
-    for layer, keys in by_layer.items():
-        if kinds[int(layer)] == FULL and "head_dim" in keys:
+    for layer, kind in enumerate(kinds):
+        keys = by_layer.get(str(layer), {})
+        if kind == FULL and "head_dim" in keys:
             return int(keys["head_dim"])
     return FULL_HEAD_SIZE

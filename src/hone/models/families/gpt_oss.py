@@ -79,6 +79,13 @@ class GptOss(Qwen3Moe):
 
 def parse_gpt_oss(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """Return the fields that GPT-OSS reads in its own way."""
+    experts, chosen = int(config["num_local_experts"]), int(config["num_experts_per_tok"])
+    limit = float(config["swiglu_limit"])
+    if not 0 < chosen <= experts or limit <= 0:
+        raise ValueError(
+            f"{origin}: num_experts_per_tok {chosen} of num_local_experts {experts}, swiglu_limit {limit}: "
+            "at least one expert of those that there are, and a limit above 0, are needed"
+        )
     count = int(config["num_hidden_layers"])
     default = [FULL if (i + 1) % 2 == 0 else SLIDING for i in range(count)]
     kinds = list(config.get("layer_types") or default)
@@ -86,8 +93,8 @@ def parse_gpt_oss(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
         "qk_norm": None,
         "layers": parse_layers(config, origin, kinds),
         "has_sinks": True,
-        "experts": int(config["num_local_experts"]),
-        "experts_per_token": int(config["num_experts_per_tok"]),
+        "experts": experts,
+        "experts_per_token": chosen,
         "normalizes": True,
-        "gating": ClampedGating(float(config["swiglu_alpha"]), float(config["swiglu_limit"])),
+        "gating": ClampedGating(float(config["swiglu_alpha"]), limit),
     }

@@ -55,7 +55,7 @@ REHEARSAL_TOKENS = 96  # tokens of a prompt and of a completion: more than one t
 REHEARSAL_GROUP_SIZE = 16
 # Values of which a micro-batch has so many numbers; others have one per target token.
 SUMS = {"routing": 2, "differs": 1}
-# Values that files have of all targets of a sample; ranks that divide a micro-batch gather them.
+# Values written to files for every target of a sample; context-parallel ranks gather them.
 BY_TARGET = ("logprobs", "is_masked")
 Values = dict[str, list[torch.Tensor]]  # of the micro-batches so far, by metric
 
