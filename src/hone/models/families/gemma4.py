@@ -6,6 +6,7 @@ Imports no torch.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar
 
 from hone.models.families.dense import FULL, SLIDING, parse_layers
@@ -133,15 +134,17 @@ class Gemma4(ModelSpec):
             projection: (P, D),
         }
 
+    @cached_property
+    def _linears(self) -> list[dict[str, tuple[int, int]]]:
+        return [self._block_linears(layer) for layer in range(self.num_hidden_layers)]
+
     @property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        blocks = [self._block_linears(layer) for layer in range(self.num_hidden_layers)]
-        names = max(blocks, key=len)
-        return {name: max(block.get(name, (0, 0)) for block in blocks) for name in names}
+        names = max(self._linears, key=len)
+        return {name: max(block.get(name, (0, 0)) for block in self._linears) for name in names}
 
     def list_linears(self, name: str) -> list[tuple[int, int]]:
-        blocks = [self._block_linears(layer) for layer in range(self.num_hidden_layers)]
-        return [block[name] for block in blocks if name in block]
+        return [block[name] for block in self._linears if name in block]
 
     def count_layers(self, name: str) -> int:
         return len(self.list_linears(name))
@@ -162,10 +165,18 @@ class Gemma4(ModelSpec):
         of_inputs = 2 * self.layer_input_size * self.num_hidden_layers
         return self.hidden_size * (3 * self._widths + of_inputs)
 
+    @property
+    def _projection_rows(self) -> int:
+        """Return the rows of all layers' projections to q, k and v."""
+        return sum(sum(self.head_rows(layer)) for layer in range(self.num_hidden_layers))
+
+    @property
+    def _outputs(self) -> int:
+        """Return the numbers per token that all layers' attention gives."""
+        return self.num_attention_heads * sum(self.head_sizes)
+
     def mixer_parameters(self) -> int:
-        rows = [sum(self.head_rows(layer)) for layer in range(self.num_hidden_layers)]
-        outputs = self.num_attention_heads * sum(self.head_sizes)
-        return self.hidden_size * (sum(rows) + outputs)
+        return self.hidden_size * (self._projection_rows + self._outputs)
 
     def mixer_flops(self, context: float) -> float:
         flops = 0.0
@@ -191,8 +202,7 @@ class Gemma4(ModelSpec):
 
     @property
     def kept_mixers(self) -> int:
-        rows = [sum(self.head_rows(layer)) for layer in range(self.num_hidden_layers)]
-        return 2 * sum(rows) + 2 * self.num_attention_heads * sum(self.head_sizes)
+        return 2 * self._projection_rows + 2 * self._outputs
 
 
 def parse_gemma4(config: Mapping[str, Any], origin: str) -> dict[str, Any]:
