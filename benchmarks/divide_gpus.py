@@ -61,7 +61,7 @@ CASES = {
 }
 
 
-def worker(out: Path, case: dict, keys: dict) -> None:
+def run_worker(out: Path, case: dict, keys: dict) -> None:
     import random
 
     import torch
@@ -113,7 +113,7 @@ def worker(out: Path, case: dict, keys: dict) -> None:
     ranks.leave_ranks()
 
 
-def measure(case: dict, count: int, keys: dict) -> dict | str:
+def measure_case(case: dict, count: int, keys: dict) -> dict | str:
     directory = Path(tempfile.mkdtemp())
     out = directory / "out.json"
     words = [sys.executable, __file__, str(out), json.dumps(case), json.dumps(keys)]
@@ -151,7 +151,7 @@ def main() -> None:
         case = dict(CASES[name])
         common = case.pop("keys", {})
         for way, (count, keys) in case.pop("ways").items():
-            found = measure(case, count, common | keys)
+            found = measure_case(case, count, common | keys)
             if isinstance(found, dict):
                 words = f"{found['rate']:,.0f} tokens/s, {found['memory_gib']:.1f} GiB, loss {found['loss']:.5f}"
                 figures |= {f"{name}, {way}": [round(x, 5) for x in found.values()]}
@@ -164,6 +164,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     if "WORLD_SIZE" in os.environ:
-        worker(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
+        run_worker(Path(sys.argv[1]), json.loads(sys.argv[2]), json.loads(sys.argv[3]))
     else:
         main()

@@ -32,8 +32,8 @@ OTHERS = {  # subcommands with their own arguments
     "convert": "hone.config.convert:main",
 }
 STEPPING = ("rl", "vf-rl", "sft", "trainer")  # their first Ctrl-C writes a checkpoint
-# These run without arguments or say what is missing.
 RANK_REPORT_SECONDS = 3.0  # in which the first rank of torchrun reports an error of all ranks
+# These run without arguments or say what is missing.
 LOOKERS = ("dashboard", "doctor", "plot")
 
 

@@ -1,9 +1,9 @@
 """KV cache in pages: for each layer, (k, v) x pages x PAGE x K x E.
 
 PAGE is the number of tokens per page, K the number of key-value heads, E their size, which may
-differ by layer. Thanks to
-pages, the prompt of a group of completions is stored once, prompts share common prefixes, and a
-sequence takes memory only for its own length. Kernels read pages in place (`kernels/decode.py`).
+differ by layer. Thanks to pages, the prompt of a group of completions is stored once, prompts share
+common prefixes, and a sequence takes memory only for its own length. Kernels read pages in place
+(`kernels/decode.py`).
 """
 
 from functools import cached_property
@@ -58,11 +58,11 @@ class KVCache:
         pages = (2, self.pool.pages, size, spec.num_key_value_heads)
         # By size of a head: layers x (k, v) x pages x PAGE x K x E
         self.stores = {
-            one: untouched_zeros((sizes.count(one), *pages, one), dtype, device)
-            for one in dict.fromkeys(sizes)
+            head_size: untouched_zeros((sizes.count(head_size), *pages, head_size), dtype, device)
+            for head_size in dict.fromkeys(sizes)
         }
-        parts = {one: iter(store.unbind()) for one, store in self.stores.items()}
-        self.layers = [next(parts[one]) for one in sizes]  # of each layer, k and v
+        parts = {head_size: iter(store.unbind()) for head_size, store in self.stores.items()}
+        self.layers = [next(parts[head_size]) for head_size in sizes]  # of each layer, k and v
 
         # Experts of each token plus 1 (0: unknown), in pages like its keys, so that both are shared
         # together.

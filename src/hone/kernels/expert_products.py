@@ -325,12 +325,12 @@ class _Down(torch.autograd.Function):
         of_weight = of_bias = of_added = None
         if needs_weight or added is not None or bias is not None:
             grad_MD = grad[rows.token_M]
-            for more in (added, bias):
-                if more is not None:
-                    if more is bias:
-                        more = _repeat_bias(bias, rows.counts_E, len(grad_MD))
-                    own = (grad_MD.float() * more).sum(1)
-                    of_scales = of_scales.index_add(0, rows.pairs_M, own)
+            terms = [] if added is None else [added]
+            if bias is not None:
+                terms.append(_repeat_bias(bias, rows.counts_E, len(grad_MD)))
+            for term_MD in terms:
+                own = (grad_MD.float() * term_MD).sum(1)
+                of_scales = of_scales.index_add(0, rows.pairs_M, own)
             scales_M1 = scales.flatten()[rows.pairs_M, None].to(grad.dtype)
             of_added = grad_MD * scales_M1 if needs_added or needs_bias else None
             if needs_bias and of_added is not None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from hone.kernels.norm import offset_norm
 from hone.kernels.row_gather import take_rows
@@ -171,10 +170,7 @@ class Gemma4Transformer(Transformer):
         x_TD = self.embed(tokens_T) * factor
         input_TLP = self.compute_layer_inputs(tokens_T, x_TD)
         ops = select_ops(x_TD)
-        rotations = {
-            rope: Rotation(self.rope_table(rope, x_TD), positions_T, rope)
-            for rope in {layer.rope for layer in self.spec.layers}
-        }
+        rotations = self.make_rotations(x_TD, positions_T)
         last = len(self.blocks) - 1
         found: dict[int, KeysValues] = {}  # by layer that has keys of its own
         for layer, block in enumerate(self.blocks):
@@ -189,10 +185,7 @@ class Gemma4Transformer(Transformer):
                 found.get(source),
                 keep_N if layer == last else None,
             )
-            if self.recomputes and torch.is_grad_enabled():
-                x_TD, own = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                x_TD, own = block(*inputs)
+            x_TD, own = self.run_block(block, *inputs)
             if layer in self.spec.sources:
                 found[layer] = own
         hidden_TD: Tensor = ops.add_normed(self.norm, x_TD, None)[1]

@@ -98,13 +98,14 @@ def empty_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device | str)
 def _load_stored(model: LanguageModel, directory: Path) -> None:
     """Load weights from a directory, in whatever form its files have them."""
     wanted = dict(hf_tensors(model, _stores_whole_experts(model.spec, directory)))
-    if has_packed_weights(wanted, list_stored(directory)):
+    stored = list_stored(directory)
+    if has_packed_weights(wanted, stored):
         load_packed_weights(wanted, directory)
         return
-    stored = names_in_files(model.spec, list(wanted), directory)
     is_part = model.spec.is_text_part
-    if is_part or not model.has_other_forms or wanted.keys() <= list_stored(directory):
-        into = {stored[name]: x for name, x in wanted.items()}
+    if is_part or not model.has_other_forms or wanted.keys() <= stored:
+        names = match_names(wanted, stored) if is_part else {name: name for name in wanted}
+        into = {names[name]: x for name, x in wanted.items()}
         load_weights(into, directory, is_part, model.spec.is_unused)
         return
     converted = model.read_converted(directory)

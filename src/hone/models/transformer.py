@@ -236,23 +236,32 @@ class Transformer(LanguageModel):
             x_TD = x_TD * torch.tensor(self.spec.embedding_factor, dtype=x_TD.dtype)
         ops = select_ops(x_TD)
         delta = None
-        rotations = {
-            rope: Rotation(self.rope_table(rope, x_TD), positions_T, rope)
-            for rope in {layer.rope for layer in self.spec.layers}
-        }
+        rotations = self.make_rotations(x_TD, positions_T)
         last = len(self.blocks) - 1
         self._give_routing(keep_N)
         for layer, block in enumerate(self.blocks):
             kept_N, following = (keep_N, None) if layer == last else (None, self.blocks[layer + 1])
             rotation = rotations[self.spec.layers[layer].rope]
             inputs = (ops, self.places[layer], x_TD, delta, rotation, attend, kept_N, following)
-            if self.recomputes and torch.is_grad_enabled():
-                x_TD, delta = checkpoint(block, *inputs, use_reentrant=False)
-            else:
-                x_TD, delta = block(*inputs)
+            x_TD, delta = self.run_block(block, *inputs)
         hidden_TD = ops.add_normed(self.norm, x_TD, delta)[1]
         factor = self.spec.logit_factor
         return hidden_TD if factor == 1.0 else hidden_TD * factor
+
+    def make_rotations(
+        self, x_TD: Tensor, positions_T: Tensor | None
+    ) -> dict[Rope | None, Rotation]:
+        """Return the rotation of each rope of the model, in the dtype of `x_TD`."""
+        return {
+            rope: Rotation(self.rope_table(rope, x_TD), positions_T, rope)
+            for rope in {layer.rope for layer in self.spec.layers}
+        }
+
+    def run_block(self, block: nn.Module, *inputs: Any) -> Any:
+        """Return what a block returns; with gradients it may keep its inputs alone."""
+        if self.recomputes and torch.is_grad_enabled():
+            return checkpoint(block, *inputs, use_reentrant=False)
+        return block(*inputs)
 
     def _give_routing(self, keep_N: Tensor | None) -> None:
         """Pass each block its given experts from `routing_TR`; the last, rows `keep_N` only."""

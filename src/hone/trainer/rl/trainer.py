@@ -329,13 +329,13 @@ class PolicyTrainer:
         temperature_N = self._of_targets(packed, [s.temperature for s in samples])
         self.laps("data")
 
-        def complete(own_N: torch.Tensor) -> torch.Tensor:
+        def complete_values(own_N: torch.Tensor) -> torch.Tensor:
             if self.context is None or not needs_whole:
                 return own_N
             return self.context.complete_targets(own_N, packed, whole)
 
         if "reference" in loss.needs:
-            inputs.reference_N = complete(
+            inputs.reference_N = complete_values(
                 compute_reference_logprobs(packed, self.model, self.reference, temperature_N)
             )
         found: Values = defaultdict(list)
@@ -346,7 +346,7 @@ class PolicyTrainer:
         needs_entropy = "entropy" in loss.needs
         if needs_whole:
             numbers = packed.target_logprobs(self.model, temperature_N, needs_entropy)
-            total = loss_of(slice(None), *map(complete, numbers))
+            total = loss_of(slice(None), *map(complete_values, numbers))
         else:
             total = packed.compute_loss(self.model, temperature_N, loss_of, needs_entropy)
         self.laps("forward")
