@@ -67,6 +67,30 @@ GRANITE = {
     "attention_multiplier": 0.015625,
     "logits_scaling": 8.0,
 }
+
+
+def describe_gemma4(
+    layers: int, hidden: int, feed_forward: int, keys: int, every: int, shared: int
+):
+    """Return a config.json of Gemma 4's E-series; each `every`-th layer has full attention."""
+    kinds = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    return describe(
+        "Gemma4",
+        layers,
+        hidden,
+        feed_forward,
+        8,
+        keys,
+        head_dim=256,
+        global_head_dim=512,
+        vocab_size=262144,
+        sliding_window=512,
+        layer_types=kinds * (layers // every),
+        num_kv_shared_layers=shared,
+        final_logit_softcapping=30.0,
+    )
+
+
 FAMILIES = {
     "Qwen3-0.6B": MODELS["Qwen3-0.6B"],
     "Qwen3-1.7B": MODELS["Qwen3-1.7B"],  # for comparison: the blocks of before
@@ -76,6 +100,8 @@ FAMILIES = {
     "Qwen3.5-4B": MODELS["Qwen3.5-4B"],
     "Qwen3.5-35B-A3B": MODELS["Qwen3.5-35B-A3B"],
     "gpt-oss-20B": MODELS["gpt-oss-20B"],
+    "Gemma-4-E2B": describe_gemma4(35, 1536, 6144, 1, 5, 20) | {"use_double_wide_mlp": True},
+    "Gemma-4-E4B": describe_gemma4(42, 2560, 10240, 2, 6, 18),
     "Gemma-3-1B": describe("Gemma3", 26, 1152, 6912, 4, 1, **GEMMA, sliding_window=512),
     "Gemma-3-4B": describe("Gemma3", 34, 2560, 10240, 8, 4, **GEMMA, sliding_window=1024),
     "Gemma-2-2B": describe("Gemma2", 26, 2304, 9216, 8, 4, **GEMMA, sliding_window=4096),

@@ -218,6 +218,7 @@ def step_limits(
     """Seconds of a step by bytes and by arithmetic, in bf16; `context`: tokens of each sequence so far."""
     # Of which few are read
     rows = 0 if spec.tie_word_embeddings else spec.vocab_size * spec.hidden_size
+    rows += spec.vocab_size * spec.num_hidden_layers * getattr(spec, "layer_input_size", 0)
     if spec.routed_experts:  # chosen by no token, if all are equally likely
         idle = (1 - spec.experts_per_token / spec.experts) ** batch
         rows += idle * spec.num_hidden_layers * spec.feed_forward_size

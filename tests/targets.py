@@ -30,6 +30,8 @@ from hone.engine.warm_up import compile_kernels
 from hone.kernels import gpu
 from hone.models import attention_layouts
 from hone.models.families import parse_model_config
+from hone.models.hf import model_class
+from hone.models.language_model import LanguageModel
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
 from hone.trainer.rl.trainer import PolicyTrainer
@@ -50,6 +52,7 @@ SHAPES = {  # as Qwen3-0.6B, Llama-3.2-1B and Qwen3-8B: width, inner width, head
 EXPERTS = "experts"  # a mixture of experts: 64 of 512
 HYBRID = "hybrid"  # as Qwen3.5-4B: the gated delta rule, and attention with a gate
 GPT_OSS = "gpt-oss"  # as gpt-oss-20b: experts by inputs, with biases and clamped gates; sinks
+GEMMA4 = "gemma4"  # as Gemma 4 E2B: heads of 256 and 512, inputs per layer, shared keys
 CONFIGS = {
     EXPERTS: {
         "architectures": ["Qwen3MoeForCausalLM"],
@@ -76,6 +79,17 @@ CONFIGS = {
         "num_attention_heads": 64,
         "num_local_experts": 4,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    GEMMA4: {
+        "architectures": ["Gemma4ForCausalLM"],
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "num_kv_shared_layers": 1,
+        "vocab_size_per_layer_input": 4096,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
 }
 EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
@@ -164,11 +178,12 @@ def compiled(work: Callable[[], None]) -> tuple[list[Any], set[str]]:
     return [*found.values()], failed
 
 
-def build_model(name: str) -> Transformer:
+def build_model(name: str) -> LanguageModel:
     if name in CONFIGS:
         config = {"vocab_size": 4096, "num_hidden_layers": 2} | CONFIGS[name]
         with torch.device("meta"):
-            model = Transformer(parse_model_config(config))
+            spec = parse_model_config(config)
+            model = model_class(spec)(spec)
         # No memory for weights: nothing is multiplied
         return model.bfloat16().to_empty(device="cpu")
     width, inner, heads, key_heads, size = SHAPES[name]

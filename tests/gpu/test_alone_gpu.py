@@ -74,6 +74,8 @@ def close(one, two, atol=1.5e-3):
         (3, 3, 32, True),
         (32, 2, 64, True),
         (40, 1, 64, True),
+        (8, 1, 512, False),
+        (8, 2, 512, True),
     ],
 )
 # From few blocks to many, of few sequences and of more, of narrow models and wide ones.

@@ -22,6 +22,7 @@ OF_KIND = {
     "qwen3_5_text": DELTA,
     "qwen3_5_moe_text": DELTA
     | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128},
+    "gemma4_e": {"head_dim": 256, "global_head_dim": 512},
 }
 CASES = [(kind, "hone") for kind in OWN if kind != "phi3_long"] + [
     (kind, "transformers") for kind in ("qwen3", "gemma3_text", "olmo2", "gpt_oss", "lfm2")
@@ -57,8 +58,7 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
     exact, half = pair
     kind = half.spec.config["model_type"] if hasattr(half.spec, "config") else ""
     # Decode steps are CUDA graphs, except where modules make the host wait or have no kernel.
-    has_graphs = kind not in ("gpt_oss", "lfm2") and not isinstance(half, Gemma4Transformer)
-    assert half.stays_on_device == has_graphs
+    assert half.stays_on_device == (kind not in ("gpt_oss", "lfm2"))
     engine = Engine(half, max_batch_size=4, max_model_len=96, kv_cache_gib=0.2, prefill_tokens=32)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 256, (n,), generator=generator).tolist() for n in (50, 50, 9)]
@@ -67,11 +67,13 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
         GenerateRequest(ids, Sampling(1.0, 16, seed=i), frozenset())
         for i, ids in enumerate(prompts)
     ]
+    # With experts, rounding changes which of them a token goes through. Gemma 4 does not scale
+    # down its queries, so that rounding matters more; transformers' own differs by 0.13 there.
+    has_experts = kind == "gpt_oss" or half.spec.routed_experts
+    mean = 0.15 if has_experts else 0.2 if isinstance(half, Gemma4Transformer) else 0.03
     for ids, completion in zip(prompts, engine.generate(requests), strict=True):
         expected = torch.tensor(score_sequence(exact, ids + completion.ids)[len(ids) - 1 :])
         difference = (torch.tensor(completion.logprobs) - expected).abs()
-        # With experts, rounding changes which of them a token goes through.
-        mean = 0.15 if kind == "gpt_oss" or half.spec.routed_experts else 0.03
         assert difference.mean() < mean and difference.max() < 10 * mean
 
 

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.targets import CARDS, EXPERT_CARDS, EXPERTS, GPT_OSS, HYBRID, SHAPES
+from tests.targets import CARDS, EXPERT_CARDS, EXPERTS, GEMMA4, GPT_OSS, HYBRID, SHAPES
 
 CASES = [(card, shape) for card in CARDS for shape in SHAPES]
 CASES += [(card, EXPERTS) for card in EXPERT_CARDS]
-CASES += [(EXPERT_CARDS[0], name) for name in (HYBRID, GPT_OSS)]
+CASES += [(EXPERT_CARDS[0], name) for name in (HYBRID, GPT_OSS, GEMMA4)]
 
 
 @pytest.mark.targets

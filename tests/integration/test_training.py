@@ -660,6 +660,10 @@ def test_sft_and_rl_share_a_directory_as_in_the_examples(rl, trained, tmp_path):
     command("python", "-m", "reverse_text", "--out", data, "-n", 60)
     sft = ["sft", "@", f"{TINY}/sft.toml", "--data.name", data, "--output-dir", tmp_path / "run"]
     command(*sft, "--max-steps", 2)
+    for length in (4, 40):  # no conversation fits, and some do
+        limit = ("--data.seq-len", length, "--data.max-left-out", 0)
+        refused = command(*sft, "--max-steps", 2, "--clean", *limit, ok=False)
+        assert "data.seq-len" in refused.stderr and "Traceback" not in refused.stderr
     rl("--max-steps", 1)
     assert {p.name for p in (tmp_path / "run" / "weights").iterdir()} == {"step_2", "step_1"}
     refused = rl("--max-steps", 2, "--clean", ok=False)

@@ -33,7 +33,7 @@ from hone.kernels.norm import add_norm_reference, offset_norm
 from hone.kernels.norm_rope import norm_rope, norm_rope_reference
 from hone.kernels.swiglu import swiglu_reference
 from hone.models import ops
-from hone.models.attention_layouts import PackedAttention
+from hone.models.attention_layouts import PackedAttention, Rotation
 from hone.models.families import parse_model_config
 from hone.models.spec import ModelSpec, make_plain_layers
 from hone.models.transformer import Transformer
@@ -100,6 +100,31 @@ def test_norms_of_whole_projections():
     q, k = q.to(DEVICE), k.to(DEVICE)
     expected = norm.normalize_projections(qkv, q, k, 1e-6)
     close(normalize_projections(qkv.clone(), q, k, 1e-6), expected)
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("E, rotated", [(32, 32), (64, 48)])
+def test_prepared_heads(is_shared, E, rotated):
+    from hone.kernels.gpu.row_kernels import prepare_heads
+
+    H, K, T = 3, 1, 5
+    qkv = torch.randn(T, H if is_shared else H + 2 * K, E, device=DEVICE)
+    source = torch.randn(T, H + 2 * K, E, device=DEVICE) if is_shared else None
+    q_scale, k_scale = torch.rand(2, E, device=DEVICE)
+    angles = torch.rand(9, rotated // 2, device=DEVICE) * 6
+    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
+    positions = torch.tensor([0, 8, 3, 3, 1], device=DEVICE)
+    rotation = Rotation((cos, sin), positions)
+    expected = [rotation.rotate_heads(offset_norm(qkv[:, :H], q_scale, 0.0, 1e-6))]
+    if source is None:
+        k, v = qkv[:, H:].chunk(2, 1)
+        expected += [rotation.rotate_heads(offset_norm(k, k_scale, 0.0, 1e-6))]
+        expected += [offset_norm(v, torch.ones_like(k_scale), 0.0, 1e-6)]
+    else:
+        expected += [source[:, H:]]
+    scales = (q_scale, None if is_shared else k_scale)
+    found = prepare_heads(qkv, source, *scales, cos, sin, positions, 1e-6, (H, K))
+    close(found, torch.cat(expected, 1))
 
 
 def test_geglu():

@@ -11,7 +11,6 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.algorithms import Algorithm, as_its_algorithm, with_algorithms
 from hone.config.base import Config, ConfigError, Free, merge_tables
-from hone.config.lora_config import LoRAConfig, check_optimizer
 from hone.config.loss_config import LossConfig
 from hone.config.orchestrator_config import OrchestratorConfig
 from hone.config.sections import (
@@ -20,21 +19,17 @@ from hone.config.sections import (
     FilesystemConfig,
     ModelConfig,
     OnBadStep,
-    OptimConfig,
     Positive,
     ResumableConfig,
     RunConfig,
-    SchedulerConfig,
     ServeConfig,
-    Sharding,
     WeightsConfig,
     as_list,
 )
+from hone.config.training_config import TrainingConfig
 
 
-class TrainerConfig(Config):
-    optim: OptimConfig = OptimConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
+class TrainerConfig(TrainingConfig):
     loss: LossConfig = LossConfig()
     loss_of: dict[str, LossConfig] = Field(default={})
     """Loss of single environments, by the environment's name, where it differs from `loss`; an environment's
@@ -43,36 +38,14 @@ class TrainerConfig(Config):
     """Most tokens of one process in a forward and backward pass; fewer need less memory and give the same step. By
     default 16,384, and on a GPU up to 32,768 where their activations take a fifth of its memory at most, or down to
     2,048 where a step would not fit otherwise."""
-    activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
-    """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a quarter more time. auto does so where a step would not fit the memory otherwise; with several trainer
-    processes it keeps all."""
-    lora: LoRAConfig | None = None
-    """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
-    lora.rank."""
     replay_routing: bool = False
     """Send the tokens of a mixture of experts through the experts that the sampler chose, instead of choosing again
     with the trainer's numbers. The metric routing/differs is the share that the trainer would have sent elsewhere."""
-    sharding: Free[Sharding] = "auto"
-    """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
-    (FSDP2), none stores all in each; auto is full on GPUs, and on CPUs where context_parallel or expert_parallel
-    divides the work."""
-    context_parallel: Free[Positive] = 1
-    """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead: the number of query heads must be a multiple of this value."""
-    expert_parallel: Free[bool] = False
-    """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
-    gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""
     on_bad_step: Free[OnBadStep] = "stop"
     """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that
     step. Either way the worst samples are written to bad_steps/."""
     batch_timeout: Free[Annotated[float, Field(gt=0)]] = 3600.0
     """Seconds that the trainer waits for the rollouts of a step before the run is ended."""
-
-    @model_validator(mode="after")
-    def _lora_fits(self) -> "TrainerConfig":
-        check_optimizer(self.lora, self.optim)
-        return self
 
 
 AsyncLevel = Annotated[int, Field(ge=0)]

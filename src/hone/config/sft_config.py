@@ -5,19 +5,16 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from hone.config.base import Config, Free
-from hone.config.lora_config import LoRAConfig, check_optimizer
 from hone.config.sections import (
     EvalConfig,
     OnBadStep,
-    OptimConfig,
     Positive,
     ResumableConfig,
-    SchedulerConfig,
-    Sharding,
     Share,
     WeightsConfig,
     as_list,
 )
+from hone.config.training_config import TrainingConfig
 
 UNKNOWN_ROW_TOKENS = 1024  # row length while the data has not been read
 Role = Literal["system", "user", "assistant", "tool"]
@@ -110,7 +107,7 @@ class ValConfig(Config):
     """Compute the validation loss every this many steps, and after the last."""
 
 
-class SFTConfig(ResumableConfig):
+class SFTConfig(TrainingConfig, ResumableConfig):
     PRIME_RL_SECTION: ClassVar[str] = "trainer."
     CAN_FORK: ClassVar[bool] = False
 
@@ -124,32 +121,12 @@ class SFTConfig(ResumableConfig):
     """Optimiser steps to train for; one pass over the data unless given."""
     max_seconds: Free[Annotated[float, Field(gt=0)] | None] = None
     """Stop after this many seconds of training, if max_steps is not reached before."""
-    optim: OptimConfig = OptimConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
     on_bad_step: Free[OnBadStep] = "stop"
     """What to do when gradients are not finite or above optim.skip_norm: stop ends the run, skip continues without that
     step. Either way the worst conversations are written to bad_steps/."""
-    activation_checkpointing: Free[bool | Literal["auto"]] = "auto"
-    """Keep only the inputs of the transformer blocks and recompute the rest in the backward pass: much less memory,
-    about a quarter more time. auto does so where a step would not fit the memory otherwise; with several trainer
-    processes it keeps all."""
-    lora: LoRAConfig | None = None
-    """Train LoRA adapters and leave the model's weights as they are, when a key of this section is given, for example
-    --lora.rank 16."""
     dpo: DPOConfig | None = None
     """Train on pairs of a chosen and a rejected answer by direct preference optimization, when a key of this section is
     given, for example --dpo.beta 0.1. The two answers of a pair share a row of seq_len tokens."""
-    sharding: Free[Sharding] = "auto"
-    """With several trainer processes: full stores a part of each weight and of the optimiser's state in each of them
-    (FSDP2), none stores all in each; auto is full on GPUs, and on CPUs where context_parallel or expert_parallel
-    divides the work."""
-    context_parallel: Free[Positive] = 1
-    """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
-    fit one GPU. Attention divides heads instead: the number of query heads must be a multiple of this value.
-    dpo is refused."""
-    expert_parallel: Free[bool] = False
-    """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
-    gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""
     weights: Free[WeightsConfig] = WeightsConfig()
 
     @property
@@ -170,5 +147,4 @@ class SFTConfig(ResumableConfig):
             raise ValueError(
                 f"data.batch-size {self.data.batch_size} is not a multiple of data.micro-batch-size {micro}"
             )
-        check_optimizer(self.lora, self.optim)
         return self

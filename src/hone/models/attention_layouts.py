@@ -547,9 +547,12 @@ class _Bucket:
         if options is not None:
             out_BHCE = options.attend(q, k, v, self.distance_B1CS)
             return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
-        gqa = q.shape[1] != k.shape[1]
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1 and is_half_on_gpu(q):
+            # torch's kernel for large heads takes no groups; without it torch stores all logits.
+            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
         out_BHCE = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=groups > 1
         )
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 

@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hone.kernels import gpu
 from hone.kernels.norm import offset_norm
 from hone.kernels.row_gather import take_rows
 from hone.models.attention_layouts import AttentionOptions, Heads, Rotation
 from hone.models.families.gemma4 import Gemma4
+from hone.models.language_model import LanguageModel
 from hone.models.layers import MLP, Attention, Embedding, Linear, RMSNorm, make_norm
 from hone.models.ops import Ops, select_ops
 from hone.models.transformer import Transformer
-
-KeysValues = tuple[Tensor, Tensor]  # T x K x E each, normalized and rotated
 
 
 class Gemma4Attention(nn.Module):
@@ -33,6 +33,7 @@ class Gemma4Attention(nn.Module):
         super().__init__()
         size = spec.head_sizes[layer]
         self.heads = spec.num_attention_heads
+        self.key_heads = spec.num_key_value_heads
         self.head_dim = size
         self.eps = spec.rms_norm_eps
         self.has_keys = spec.is_source(layer)
@@ -49,21 +50,45 @@ class Gemma4Attention(nn.Module):
         qkv_TO: Tensor,
         rotation: Rotation,
         attend: Attention,
-        source: KeysValues | None,
-    ) -> tuple[Tensor, KeysValues]:
-        """Return the outputs, T x (H * E), and the keys and values: the layer's own, or the given ones."""
+        source_TNE: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the outputs, T x (H * E), and the prepared heads, T x (H + 2K) x E."""
+        heads_TNE = self.prepare_heads(qkv_TO, rotation, source_TNE)
+        heads = Heads(self.heads, None, None, self.eps, None, self.options)
+        return attend(place, heads_TNE, heads), heads_TNE
+
+    def prepare_heads(
+        self, qkv_TO: Tensor, rotation: Rotation, source_TNE: Tensor | None
+    ) -> Tensor:
+        """Return q and k, normalized and rotated, and v, normalized, side by side.
+
+        k and v are those of the prepared heads `source_TNE` in layers that have none of their own.
+        """
         qkv_TNE = qkv_TO.unflatten(1, (-1, self.head_dim))
+        if gpu.takes(qkv_TO):
+            from hone.kernels.gpu import row_kernels
+
+            assert rotation.positions_T is not None
+            return row_kernels.prepare_heads(
+                qkv_TNE,
+                source_TNE,
+                self.q_norm,
+                self.k_norm,
+                rotation.cos_PE,
+                rotation.sin_PE,
+                rotation.positions_T,
+                self.eps,
+                (self.heads, self.key_heads),
+            )
         q_THE = offset_norm(qkv_TNE[:, : self.heads], self.q_norm, 0.0, self.eps)
         q_THE = rotation.rotate_heads(q_THE)
-        if self.has_keys:
-            assert self.k_norm is not None
-            k_TKE, v_TKE = qkv_TNE[:, self.heads :].chunk(2, 1)
-            k_TKE = rotation.rotate_heads(offset_norm(k_TKE, self.k_norm, 0.0, self.eps))
-            v_TKE = offset_norm(v_TKE, torch.ones_like(self.k_norm), 0.0, self.eps)
-            source = (k_TKE, v_TKE)
-        assert source is not None
-        heads = Heads(self.heads, None, None, self.eps, None, self.options)
-        return attend(place, torch.cat([q_THE, *source], 1), heads), source
+        if source_TNE is not None:
+            return torch.cat([q_THE, source_TNE[:, self.heads :]], 1)
+        assert self.k_norm is not None
+        k_TKE, v_TKE = qkv_TNE[:, self.heads :].chunk(2, 1)
+        k_TKE = rotation.rotate_heads(offset_norm(k_TKE, self.k_norm, 0.0, self.eps))
+        v_TKE = offset_norm(v_TKE, torch.ones_like(self.k_norm), 0.0, self.eps)
+        return torch.cat([q_THE, k_TKE, v_TKE], 1)
 
 
 class Gemma4Block(nn.Module):
@@ -91,19 +116,19 @@ class Gemma4Block(nn.Module):
         rotation: Rotation,
         attend: Attention,
         input_TP: Tensor,
-        source: KeysValues | None,
+        source_TNE: Tensor | None,
         keep_N: Tensor | None,
-    ) -> tuple[Tensor, KeysValues]:
-        """Return the residual stream after this block, and the keys and values that it used.
+    ) -> tuple[Tensor, Tensor]:
+        """Return the residual stream after this block, and its prepared heads.
 
         Args:
-            place: index of these keys and values among those of the model.
+            place: index of the layer's keys and values among those of the model.
             input_TP: the tokens' inputs to this layer.
-            source: keys and values of the source layer; None: the layer has its own.
+            source_TNE: prepared heads of the source layer; None: the layer has keys of its own.
         """
         x_TD, normed_TD = ops.add_normed(self.attention_norm, x_TD, None)
         qkv_TO = ops.linear(self.attention.qkv, normed_TD)
-        mixed_TD, source = self.attention.mix_heads(place, qkv_TO, rotation, attend, source)
+        mixed_TD, heads_TNE = self.attention.mix_heads(place, qkv_TO, rotation, attend, source_TNE)
         if keep_N is not None:
             x_TD, mixed_TD, input_TP = (take_rows(x, keep_N) for x in (x_TD, mixed_TD, input_TP))
         delta = ops.project_branch(self.attention.out, mixed_TD, self.attention_norm_after, 1.0)
@@ -114,7 +139,7 @@ class Gemma4Block(nn.Module):
         gate_TP = F.gelu(ops.linear(self.input_gate, x_TD), approximate="tanh") * input_TP
         delta = ops.project_branch(self.input_projection, gate_TP, self.input_norm_after, 1.0)
         x_TD, _ = ops.add_normed(None, x_TD, delta)
-        return x_TD * self.scale, source
+        return x_TD * self.scale, heads_TNE
 
 
 class Gemma4Transformer(Transformer):
@@ -159,9 +184,9 @@ class Gemma4Transformer(Transformer):
             }
         return table
 
-    @property
-    def stays_on_device(self) -> bool:
-        return False
+    def forward_newest(self, active_B: Tensor, state: Tensor, attend: Attention) -> Tensor:
+        # Inputs of the layers come from the tokens, and heads are rotated before attention.
+        return LanguageModel.forward_newest(self, active_B, state, attend)
 
     def forward(
         self, tokens_T: Tensor, positions_T: Tensor, attend: Attention, keep_N: Tensor | None = None
@@ -172,7 +197,7 @@ class Gemma4Transformer(Transformer):
         ops = select_ops(x_TD)
         rotations = self.make_rotations(x_TD, positions_T)
         last = len(self.blocks) - 1
-        found: dict[int, KeysValues] = {}  # by layer that has keys of its own
+        found: dict[int, Tensor] = {}  # prepared heads of source layers
         for layer, block in enumerate(self.blocks):
             source = self.spec.sources[layer]
             inputs = (
@@ -185,9 +210,9 @@ class Gemma4Transformer(Transformer):
                 found.get(source),
                 keep_N if layer == last else None,
             )
-            x_TD, own = self.run_block(block, *inputs)
-            if layer in self.spec.sources:
-                found[layer] = own
+            x_TD, heads_TNE = self.run_block(block, *inputs)
+            if layer in self.spec.sources[layer + 1 :]:
+                found[layer] = heads_TNE
         hidden_TD: Tensor = ops.add_normed(self.norm, x_TD, None)[1]
         return hidden_TD
 

@@ -286,9 +286,10 @@ class Transformer(LanguageModel):
 
     @property
     def prefills_on_device(self) -> bool:
-        # Capped attention has no kernel for whole prompts; the delta rule plans chunks on the host.
-        is_captured = self.spec.attention_cap is None and not self.spec.delta_layers
-        return self.stays_on_device and is_captured
+        # Capped attention and large heads have no kernel for whole prompts; the delta rule plans
+        # chunks on the host.
+        has_flash = self.spec.attention_cap is None and self.spec.head_dim <= FLASH_HEAD_SIZE
+        return self.stays_on_device and has_flash and not self.spec.delta_layers
 
     @property
     def trains_prefixes(self) -> bool:

@@ -138,7 +138,7 @@ def power_of_2(n: int) -> int:
 
 def takes_heads(head_size: int) -> bool:
     """Return True if attention kernels support heads of this size."""
-    return 16 <= head_size <= 256 and head_size & (head_size - 1) == 0
+    return 16 <= head_size <= 512 and head_size & (head_size - 1) == 0
 
 
 def trains_heads(head_size: int) -> bool:

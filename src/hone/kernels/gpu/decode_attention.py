@@ -36,6 +36,7 @@ VECTOR = gl.constexpr(8)  # numbers that a thread fetches at once
 FEWEST = gl.constexpr(8)  # columns of a product on the chip
 FEW, MANY = 4, 8  # blocks a multiprocessor
 MOST_QUERIES = 16  # of a k/v head, for blocks of several warps
+FEWEST_STAGES = 2  # of blocks of several warps
 
 
 @gluon.jit
@@ -435,8 +436,15 @@ def blocks_of(
 
 
 def _fitting(cut: Blocks, head_size: int) -> Blocks:
-    """Return `cut` with its pipeline stages reduced to the number that fits into shared memory."""
-    return cut._replace(STAGES=gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size))
+    """Return `cut` with as many warps and pipeline stages as fit into shared memory.
+
+    Large heads get fewer warps rather than a single stage, which would load nothing ahead.
+    """
+    while True:
+        stages = gpu.stages_of(cut.STAGES, 2 * cut.WARPS * cut.TOKENS, head_size)
+        if stages >= FEWEST_STAGES or cut.WARPS == 1:
+            return cut._replace(STAGES=stages)
+        cut = cut._replace(WARPS=cut.WARPS // 2)
 
 
 @dataclass(frozen=True)

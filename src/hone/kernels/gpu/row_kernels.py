@@ -421,6 +421,99 @@ def newest_heads(
     return q
 
 
+@triton.jit
+def prepare_heads_kernel(
+    qkv,
+    source,
+    q_scale,
+    k_scale,
+    cos,
+    sin,
+    positions,
+    out,
+    eps,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    ROT: tl.constexpr,
+    OWN_KEYS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Normalize head n of token t, rotate it if it is of q or k, and write it to out.
+
+    out: T x (H + 2K) x E, q, k and v. With OWN_KEYS qkv is like out; otherwise it has q alone,
+    and k and v are copied from `source`, which is like out.
+    """
+    t, n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e = tl.arange(0, E)
+    N: tl.constexpr = H + 2 * K
+    row_out = out + (t * N + n) * E
+    wait(PDL)
+    if (not OWN_KEYS) and n >= H:
+        tl.store(row_out + e, tl.load(source + (t * N + n) * E + e))
+        return
+    is_rotated = (e < ROT) & (n < H + K)
+    swapped = tl.where(is_rotated, (e + ROT // 2) % ROT, e)
+    turn = tl.load(positions + t) * ROT + e
+    own = tl.load(cos + turn, is_rotated, other=1.0).to(tl.float32)
+    other = tl.load(sin + turn, is_rotated, other=0.0).to(tl.float32)
+    row = qkv + (t * (N if OWN_KEYS else H) + n) * E
+    half = tl.load(row + e)
+    x, y = half.to(tl.float32), tl.load(row + swapped).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x) / E + eps)
+    x, y = x * rstd, y * rstd
+    if n < H + K:
+        scale = q_scale if n < H else k_scale
+        x *= tl.load(scale + e).to(tl.float32)
+        y *= tl.load(scale + swapped).to(tl.float32)
+    x, y = x.to(half.dtype).to(tl.float32), y.to(half.dtype).to(tl.float32)
+    tl.store(row_out + e, (x * own + y * other).to(half.dtype))
+
+
+def prepare_heads(
+    qkv: Tensor,
+    source: Tensor | None,
+    q_scale: Tensor,
+    k_scale: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    eps: float,
+    heads: tuple[int, int],
+) -> Tensor:
+    """Return q and k, normalized and rotated, and v, normalized without a scale, side by side.
+
+    Args:
+        qkv: T x (H + 2K) x E, or T x H x E with `source`.
+        source: T x (H + 2K) x E, prepared heads of another layer, whose k and v are returned.
+        k_scale: None with `source`.
+        cos, sin: a row per position, with as many columns as are rotated; sin with its sign.
+        positions: of the tokens, T.
+        heads: H and K.
+    """
+    T, _, E = qkv.shape
+    H, K = heads
+    out = qkv.new_empty(T, H + 2 * K, E)
+    prepare_heads_kernel[(T, H + 2 * K)](
+        qkv.contiguous(),
+        qkv if source is None else source,
+        q_scale,
+        q_scale if k_scale is None else k_scale,
+        cos,
+        sin,
+        positions,
+        out,
+        eps,
+        H=H,
+        K=K,
+        E=E,
+        ROT=cos.shape[1],
+        OWN_KEYS=source is None,
+        **options(1),
+    )
+    return out
+
+
 def head_scales(
     qkv: Tensor, q_scale: Tensor | None, k_scale: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], bool]:

@@ -78,16 +78,21 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     columns = PREFERENCES if config.dpo else CONVERSATIONS
     names = [] if config.data.fake else config.data.name
     rows = [reads(name, config.data.split, rows=columns) for name in names]
-    val = config.val
-    val_rows = [load_rows(val.name, val.split, "val.name", columns)] if val else []
+    val_rows: DataSets = []
+    if config.val:
+        val_rows = [load_rows(config.val.name, config.val.split, "val.name", columns)]
     ranks = Ranks.join_ranks(config.ranks_timeout).with_context(config.context_parallel)
     if config.bench:
         return run_bench(config, rows, ranks)
     session = RunSession(config, "sft", "sft", ranks)
     loaded, optimizer, objective = prepare_model(config, ranks)
-    session.begin(loaded, optimizer)
     trainer = Trainer(config, loaded, optimizer, objective, session.run.bad_steps, ranks)
-    run_steps = partial(train_steps, session, trainer, rows, val_rows, evaluate)
+    # Before `clean` removes an earlier run, since data may be refused.
+    data, val = trainer.load_data(rows), trainer.load_val_data(val_rows)
+    if not config.data.streaming:
+        next(iterate_steps(data, trainer.data_config, config.seed))
+    session.begin(loaded, optimizer)
+    run_steps = partial(train_steps, session, trainer, data, val, evaluate)
     if ranks.is_first:
         with session.show_heartbeat(), Metrics(session.run.metrics, config) as metrics:
             with ProgressLine("sft") as progress_line:
@@ -101,8 +106,8 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
 def train_steps(
     session: RunSession,
     trainer: "Trainer",
-    rows: DataSets,
-    val_rows: DataSets,
+    data: Data,
+    val: Conversations,
     evaluate: Evaluate | None,
     events: EventList,
 ) -> None:
@@ -110,10 +115,9 @@ def train_steps(
     config = trainer.config
     run = session.run
     log = trainer.log
-    data = trainer.load_data(rows)
+    trainer.log_data_lines()
     trainer.plan_micro_batches()
-    data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
-    val = trainer.load_val_data(val_rows)
+    data_config = trainer.data_config
     val_config = data_config.model_copy(update={"weights": None, "shuffle": False})
     max_steps = config.max_steps or sum(
         1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
@@ -197,8 +201,9 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     loaded, optimizer, objective = prepare_model(config, ranks)
     trainer = Trainer(config, loaded, optimizer, objective, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
+    trainer.log_data_lines()
     trainer.plan_micro_batches()
-    data_config = config.data.model_copy(update={"seq_len": trainer.row_tokens})
+    data_config = trainer.data_config
     batches = iterate_steps(data, data_config, config.seed)
     measured = []
     for step in range(1, WARM_UP + BENCH_STEPS + 1):
@@ -234,6 +239,7 @@ class Trainer:
         self.model = loaded.model
         self.context = ContextGroup.join_group(ranks)
         self.log = component_log("sft")
+        self.data_lines: list[tuple[int, str]] = []
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer = optimizer
@@ -242,12 +248,16 @@ class Trainer:
         self.model.recomputes = config.activation_checkpointing is True
         self.graphs = TrainingGraphs.for_model(self.model, optimizer.is_sharded)
 
+    @property
+    def data_config(self) -> DataConfig:
+        """Return the configuration of the data with the length of rows in use."""
+        return self.config.data.model_copy(update={"seq_len": self.row_tokens})
+
     def plan_micro_batches(self) -> None:
         """Choose micro-batches that fit the GPU, once the length of rows is known."""
         if self.ranks.count > 1:
             return
-        data = self.config.data.model_copy(update={"seq_len": self.row_tokens})
-        config = self.config.model_copy(update={"data": data})
+        config = self.config.model_copy(update={"data": self.data_config})
         chosen = fit_to_device(config, self.model, self.log)
         self.micro_batch_rows = chosen.data.micro_batch_size
         self.model.recomputes = chosen.activation_checkpointing is True
@@ -268,7 +278,7 @@ class Trainer:
             rows, self.loaded.tokenizer, most, config.train_on, last_only, self.renderer
         )
         if rows:
-            survey_data(val, config, "val.name", self.log_data_line)
+            survey_data(val, config, "val.name", self.note_data)
         return val
 
     def load_data(self, rows: DataSets) -> Data:
@@ -297,26 +307,32 @@ class Trainer:
         )
         if config.seq_len is None:
             if isinstance(data, Conversations):
-                self.row_tokens = row_tokens_of_data(data, self.max_positions, self.log_data_line)
+                self.row_tokens = row_tokens_of_data(data, self.max_positions, self.note_data)
             else:
                 self.row_tokens = row_tokens_of_streams(
-                    data.sources, data.render, self.max_positions, self.log_data_line
+                    data.sources, data.render, self.max_positions, self.note_data
                 )
             data.limit_length(self.max_conversation_tokens)
         if isinstance(data, Conversations):
-            survey_data(data, config, "data.name", self.log_data_line)
+            survey_data(data, config, "data.name", self.note_data)
         return data
 
     def log_dropped_rows(self, data: object) -> None:
         if isinstance(data, StreamedConversations) and data.dropped_count:
-            self.log_data_line(
+            self.note_data(
                 f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
             )
+            self.log_data_lines()
 
-    def log_data_line(self, line: str, is_warning: bool = False) -> None:
-        """Log a line about the data, on the first rank."""
-        if self.ranks.is_first:
-            self.log.log(logging.WARNING if is_warning else logging.INFO, "%s", line)
+    def note_data(self, line: str, is_warning: bool = False) -> None:
+        """Keep a line about the data for `log_data_lines`."""
+        self.data_lines.append((logging.WARNING if is_warning else logging.INFO, line))
+
+    def log_data_lines(self) -> None:
+        """Log the lines about the data on the first rank; the run's log file exists by now."""
+        for level, line in self.data_lines if self.ranks.is_first else ():
+            self.log.log(level, "%s", line)
+        self.data_lines.clear()
 
     @property
     def max_positions(self) -> int:
