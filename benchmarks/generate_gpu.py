@@ -3,7 +3,8 @@
     python benchmarks/generate_gpu.py [--vllm PYTHON] [--rounds N] [--shape Qwen3-0.6B] [--workloads batch_128 …]
 
 Each engine has the GPU to itself: ours runs, then vLLM, then ours again, each in a process of its own and on the same
-work. `--vllm` is a Python that has vLLM; without it ours runs alone. Start-up is from the start of the process to its
+work. `--vllm` is a Python that has vLLM; without it ours runs alone. For shapes of Qwen3.5, install the plugin
+`benchmarks/vllm_qwen3_5` beside vLLM. Start-up is from the start of the process to its
 first token, with the weights of Qwen3-0.6B on local disk; those of other shapes are drawn by each engine.
 """
 

@@ -33,19 +33,21 @@ CASES = [(kind, "hone") for kind in OWN if kind != "phi3_long"] + [
 def pair(request, tmp_path):
     """The model on the CPU in float32, and on the GPU in bfloat16."""
     kind, implementation = request.param
-    name = KINDS.get(kind, kind)
+    own = KINDS.get(kind, kind)
     try:
         config = transformers.AutoConfig.for_model(
-            name, **SHAPE | FAMILIES[kind] | LARGER | OF_KIND.get(kind, {})
+            own, **SHAPE | FAMILIES[kind] | LARGER | OF_KIND.get(kind, {})
         )
     except ValueError:
-        pytest.skip(f"this transformers has no {name}")
+        pytest.skip(f"this transformers has no {own}")
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in theirs.parameters():
+        for name, parameter in theirs.named_parameters():
             if parameter.dim() > 1:
                 parameter.normal_(0.0, 0.06)
+            elif kind == "gemma4_e" and name.endswith(("q_norm.weight", "k_norm.weight")):
+                parameter.fill_(len(parameter) ** -0.25)  # in place of a scale of attention
     theirs.save_pretrained(tmp_path)
     if kind == "lfm2" and not hasattr(transformers.Cache, "get_conv_state"):
         pytest.skip("this transformers is too old for mixers")
@@ -67,10 +69,8 @@ def test_the_engine_s_logprobs_are_those_of_the_model(pair):
         GenerateRequest(ids, Sampling(1.0, 16, seed=i), frozenset())
         for i, ids in enumerate(prompts)
     ]
-    # With experts, rounding changes which of them a token goes through. Gemma 4 does not scale
-    # down its queries, so that rounding matters more; transformers' own differs by 0.13 there.
-    has_experts = kind == "gpt_oss" or half.spec.routed_experts
-    mean = 0.15 if has_experts else 0.2 if isinstance(half, Gemma4Transformer) else 0.03
+    # With experts, rounding changes which of them a token goes through.
+    mean = 0.15 if kind == "gpt_oss" or half.spec.routed_experts else 0.03
     for ids, completion in zip(prompts, engine.generate(requests), strict=True):
         expected = torch.tensor(score_sequence(exact, ids + completion.ids)[len(ids) - 1 :])
         difference = (torch.tensor(completion.logprobs) - expected).abs()
@@ -89,6 +89,8 @@ def test_gradients_of_shared_prompts_are_those_of_the_cpu(pair):
         (model.compute_logits(hidden).float() * weight.to(device)).sum().backward()
         found = [p.grad for p in model.parameters() if p.grad is not None]
         gradients.append(torch.cat([g.flatten().float().cpu() for g in found]))
-    # With experts, rounding changes which of them a token goes through.
+    # With experts, rounding changes which of them a token goes through; transformers' own Gemma 4
+    # in bfloat16 has 0.99.
     least = 0.9 if pair[0].spec.routed_experts else 0.995
+    least = 0.95 if isinstance(pair[0], Gemma4Transformer) else least
     assert torch.cosine_similarity(*gradients, dim=0) > least

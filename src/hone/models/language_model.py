@@ -90,8 +90,9 @@ class LanguageModel(nn.Module):
 
         `row_state.py` has the columns of `state`.
         """
-        state_BF = state[active_B]
-        return self(state_BF[:, row_state.LAST], state_BF[:, row_state.LENGTH], attend)
+        # Each contiguous, as kernels read them.
+        tokens_B, positions_B = state[active_B, row_state.LAST], state[active_B, row_state.LENGTH]
+        return self(tokens_B, positions_B, attend)
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw new weights."""

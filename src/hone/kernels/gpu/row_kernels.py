@@ -501,7 +501,7 @@ def prepare_heads(
         q_scale if k_scale is None else k_scale,
         cos,
         sin,
-        positions,
+        positions.contiguous(),
         out,
         eps,
         H=H,
