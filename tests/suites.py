@@ -52,7 +52,7 @@ ISA_INTEGRATION_TESTS = (
 VLLM_OVERRIDES = """\
 torch==2.13.0
 torchaudio ; sys_platform == "never"
-torchvision ; sys_platform == "never"
+torchvision==0.28.0
 torchcodec ; sys_platform == "never"
 """
 

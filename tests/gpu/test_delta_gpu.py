@@ -9,6 +9,7 @@ import torch
 from hone.config.rl_config import TrainerConfig
 from hone.config.sections import OptimConfig
 from hone.engine.engine import Engine
+from hone.engine.prefill import Shape
 from hone.kernels import delta_rule, row_state
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
 from hone.kernels.delta_shape import DeltaShape
@@ -179,8 +180,15 @@ def test_sampler_scores_as_training(model):
     starts.clear()
     done += engine.generate(longer)
     assert sorted(starts)[-2:] == [128, 256]  # the states after whole pages of the prompts
+    asked = [*requests, *longer]
+    for version in (1, 2):  # the shapes of passes recur: they are CUDA graphs
+        engine.set_version(version)
+        for more in (requests, longer):
+            asked += more
+            done += engine.generate(more)
+    assert any(isinstance(key, Shape) for key in engine.captured)
     differences = []
-    for one, completion in zip([*requests, *longer], done, strict=True):
+    for one, completion in zip(asked, done, strict=True):
         found = torch.tensor(completion.logprobs)
         differences.append((found - score(model, one.prompt_ids, completion.ids)).abs())
     assert torch.cat(differences).mean() < 0.02

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
+from hone.engine.delta_states import CapturedDelta, DeltaChunk, PrefillDelta
 from hone.engine.slots import Slots
 from hone.engine.token_sampler import draw_reference, filter_thresholds
 from hone.kernels import delta_rule, norm, numerics
@@ -1054,6 +1055,47 @@ def test_delta_rule_with_gradients(kind):
     for one, two in zip(*gradients, strict=True):
         # Gradients of decays are small differences of large sums.
         assert (one - two).norm() <= 1e-3 * two.norm() + 2e-3
+
+
+@pytest.mark.parametrize("has_snapshots", [False, True])
+def test_captured_passes_of_the_delta_rule(has_snapshots):
+    """Tables of a fixed size give the outputs and states of plans, pass after pass."""
+    shape = DeltaShape(1, 2, 16, 32, 4)
+    spare = 5
+    stores = [
+        SimpleNamespace(
+            device=torch.device(DEVICE),
+            layers=[
+                DeltaState(
+                    torch.zeros(12, 3, shape.channels, device=DEVICE),
+                    torch.zeros(12, *shape.matrix_sizes, device=DEVICE),
+                )
+            ],
+        )
+        for _ in range(2)
+    ]
+    captured = CapturedDelta(stores[0], 192, 5, has_snapshots, spare)
+    passes = [{2: 70, 0: 64, 4: 3}, {3: 2, 1: 65}, {0: 192}]  # prompt tokens by slot
+    for lengths in passes:
+        chunks = [DeltaChunk(slot, True) for slot in lengths]
+        if has_snapshots:
+            ends = [(n - 1) // 64 * 64 for n in lengths.values()]
+            chunks = [
+                DeltaChunk(slot, True, 6 + slot if end else None, end)
+                for slot, end in zip(lengths, ends, strict=True)
+            ]
+        own = [*lengths.values()]
+        captured.fill_tables(chunks, own)
+        projected, weights = draw_delta_layer(shape, 192)
+        heads = DeltaHeads(shape, *weights, 1e-6)
+        with torch.no_grad():
+            found = captured.mix_delta(0, projected, heads)
+            plain = PrefillDelta(stores[1], chunks, own)
+            expected = plain.mix_delta(0, projected[: sum(own)], heads)
+        close(found[: sum(own)], expected, 1e-4)
+        rows = [row for row in range(12) if row != spare]
+        for one, two in zip(*(store.layers[0].tensors for store in stores), strict=True):
+            close(one[rows], two[rows], 1e-4)
 
 
 def test_decode_step_of_the_delta_rule():

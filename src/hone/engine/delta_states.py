@@ -16,10 +16,10 @@ from torch import Tensor
 from hone.engine.pages import PagePool
 from hone.engine.slots import untouched_zeros
 from hone.engine.state_rows import count_state_rows
-from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState
-from hone.kernels.delta_rule import run_plan
+from hone.kernels import delta_rule
+from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState, PlanTables
 from hone.kernels.flat_attention import Sequences
-from hone.kernels.pinned_memory import to_device
+from hone.kernels.pinned_memory import copy_to_device, to_device
 from hone.models.spec import ModelSpec
 
 
@@ -164,7 +164,7 @@ class PrefillDelta:
         """Return the outputs of the chunks' tokens, and keep the states after them."""
         store = self.states.layers[layer]
         before = self._states_before(store) if self.continues else None
-        out_TG, first, rest = run_plan(projected_TO, heads, self.plan, before)
+        out_TG, first, rest = delta_rule.run_plan(projected_TO, heads, self.plan, before)
         for index, target in (self.whole, self.snapshots):
             for kept, found in zip(store.tensors, first.tensors, strict=True):
                 kept.index_copy_(0, target, found.index_select(0, index).to(kept.dtype))
@@ -179,3 +179,51 @@ class PrefillDelta:
         return DeltaState(
             *(x.masked_fill(is_first.view(-1, *[1] * (x.dim() - 1)), 0.0) for x in before.tensors)
         )
+
+
+class CapturedDelta:
+    """The gated delta rule in a captured pass over whole prompts; `fill_tables` describes a pass.
+
+    Args:
+        prompts: the most prompts of a pass, of `tokens` tokens in all.
+        has_snapshots: True if a pass may keep snapshots.
+        spare_row: row of states for prompts that a pass has less.
+    """
+
+    def __init__(
+        self, states: DeltaStates, tokens: int, prompts: int, has_snapshots: bool, spare_row: int
+    ) -> None:
+        self.states = states
+        self.spare_row = spare_row
+        self.plan = PlanTables(tokens, prompts, has_snapshots, states.device)
+        # The rows of the states after prompts, and of snapshots
+        self.rows_2N = torch.zeros(2, prompts, dtype=torch.int64, device=states.device)
+        self.fill_tables([], [])
+
+    def fill_tables(self, chunks: list[DeltaChunk], lengths: list[int]) -> None:
+        """Describe the chunks of a pass, each the start of a prompt."""
+        cuts = [
+            length if chunk.snapshot_row is None else chunk.until
+            for chunk, length in zip(chunks, lengths, strict=True)
+        ]
+        self.plan.fill_tables(lengths, cuts)
+        rows_2N = torch.full(self.rows_2N.shape, self.spare_row)
+        for i, chunk in enumerate(chunks):
+            rows_2N[0, i] = chunk.slot
+            if chunk.snapshot_row is not None:
+                rows_2N[1, i] = chunk.snapshot_row
+        copy_to_device(self.rows_2N, rows_2N)
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the chunks' tokens, and keep the states after them."""
+        from hone.kernels.gpu.delta_kernels import run_plan
+
+        store = self.states.layers[layer]
+        out_TG, first, rest = run_plan(projected_TO, heads, self.plan, None)
+        found = [(first if rest is None else rest, self.rows_2N[0])]
+        if rest is not None:  # a prompt's continuation is empty if it has no snapshot
+            found.append((first, self.rows_2N[1]))
+        for state, rows_N in found:
+            for kept, x in zip(store.tensors, state.tensors, strict=True):
+                kept.index_copy_(0, rows_N, x[: len(rows_N)].to(kept.dtype))
+        return out_TG

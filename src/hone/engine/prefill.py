@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.engine.delta_states import DeltaChunk, PrefillDelta
+from hone.engine.delta_states import CapturedDelta, DeltaChunk, PrefillDelta
 from hone.engine.mixer_states import PrefillMixing
 from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
 from hone.kernels.delta_plan import DeltaHeads
-from hone.kernels.pinned_memory import to_device
+from hone.kernels.pinned_memory import copy_to_device, to_device
 from hone.models.adapters import Adapters
 from hone.models.attention_layouts import (
     AttentionOptions,
@@ -94,10 +94,16 @@ class Prefill:
         )
         numbers = [s.adapter for s in chunks]
         is_plain = not any(before) and not any(numbers)
+        states = [s.delta or DeltaChunk(self.spare_row, True) for s in chunks]
         if self.captured is not None and is_plain and len(tokens) <= self.most_tokens:
-            shape = self._choose_graph(self.captured, Shape.from_lengths(lengths))
+            has_snapshots = any(state.snapshot_row is not None for state in states)
+            wanted = Shape.from_lengths(lengths, has_snapshots)
+            shape = self._choose_graph(self.captured, wanted)
             if shape is not None:
-                self.inputs[shape].fill_inputs(tokens, positions, cells, kept, lengths)
+                inputs = self.inputs[shape]
+                inputs.fill_inputs(tokens, positions, cells, kept, lengths)
+                if inputs.deltas is not None:
+                    inputs.deltas.fill_tables(states, lengths)
                 hidden_ND: Tensor = self.captured.replay(shape)
                 return hidden_ND[: len(kept)]
         tokens_T, positions_T, cells_T, kept_P = (
@@ -109,11 +115,11 @@ class Prefill:
         if self.cache.mixers is not None:
             _, every = _token_places(chunks, [0] * len(chunks), size)
             of_each = np.split(every, np.cumsum([s.end for s in chunks])[:-1])
-            states = self.cache.mixers
-            attention.mixing = PrefillMixing(states, of_each, lengths, numbers, self.adapters)
+            attention.mixing = PrefillMixing(
+                self.cache.mixers, of_each, lengths, numbers, self.adapters
+            )
         if self.cache.deltas is not None:
-            of_states = [s.delta or DeltaChunk(self.spare_row, True) for s in chunks]
-            attention.deltas = PrefillDelta(self.cache.deltas, of_states, lengths)
+            attention.deltas = PrefillDelta(self.cache.deltas, states, lengths)
         which_T = to_device(np.repeat(numbers, lengths), self.device) if any(numbers) else None
         with self.adapters.used_by(which_T, kept_P):
             hidden_PD: Tensor = self.model(tokens_T, positions_T, attention, kept_P)
@@ -124,9 +130,13 @@ class Prefill:
         """Capture the CUDA graph of this shape; `captured` must not be None."""
         assert self.captured is not None
         inputs = self.inputs[shape] = _Inputs(shape, self.device)  # inputs of empty prompts
+        if self.cache.deltas is not None:
+            sizes = (shape.tokens, shape.prompts, shape.has_snapshots, self.spare_row)
+            inputs.deltas = CapturedDelta(self.cache.deltas, *sizes)
         attention = PrefillAttention(
             self.cache, inputs.positions_T, inputs.cells_T, inputs.attend_graph
         )
+        attention.deltas = inputs.deltas
 
         # Local names, to avoid a reference cycle through the graph
         model = self.model
@@ -175,22 +185,25 @@ class Prefill:
 
 
 class Shape(NamedTuple):
-    """Rounded shape of a pass: tokens, prompts, and the longest prompt."""
+    """Rounded shape of a pass: tokens, prompts, and the longest prompt.
+
+    `has_snapshots`: states are kept before the ends of prompts (models with the gated delta rule).
+    """
 
     tokens: int
     prompts: int
     longest: int
+    has_snapshots: bool = False
 
     def has_room_for(self, other: "Shape") -> bool:
         return all(own >= wanted for own, wanted in zip(self, other, strict=True))
 
     @staticmethod
-    def from_lengths(lengths: list[int]) -> "Shape":
+    def from_lengths(lengths: list[int], has_snapshots: bool = False) -> "Shape":
         tokens = max(sum(lengths), 64)
         step = max(gpu.power_of_2(tokens) // (8 if tokens <= 4096 else 16), 16)
-        return Shape(
-            -(-tokens // step) * step, gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths))
-        )
+        prompts, longest = gpu.power_of_2(len(lengths)), gpu.power_of_2(max(lengths))
+        return Shape(-(-tokens // step) * step, prompts, longest, has_snapshots)
 
 
 class _Inputs:
@@ -201,6 +214,7 @@ class _Inputs:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape = shape
+        self.deltas: CapturedDelta | None = None  # of models with the gated delta rule
         self.inputs = torch.zeros(
             3 * shape.tokens + shape.prompts, dtype=torch.int64, device=device
         )
@@ -238,7 +252,7 @@ class _Inputs:
         ends = np.full(P + 1, len(tokens), dtype=np.int32)
         ends[: len(lengths) + 1] = [0, *np.cumsum(lengths)]
         for target, source in ((self.inputs, inputs), (self.ends, ends)):
-            target.copy_(torch.from_numpy(source).pin_memory(), non_blocking=True)
+            copy_to_device(target, torch.from_numpy(source))
 
 
 def _token_places(
@@ -276,7 +290,8 @@ class PrefillAttention:
         self.cells_T = cells_T
         self.mix = mix
         self.mixing: PrefillMixing | None = None  # of models with other mixers than attention
-        self.deltas: PrefillDelta | None = None  # of models with the gated delta rule
+        # Of models with the gated delta rule
+        self.deltas: PrefillDelta | CapturedDelta | None = None
 
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
         """Return the outputs of a mixer, T x D, for the chunks' tokens."""

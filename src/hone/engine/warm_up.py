@@ -79,8 +79,9 @@ def plan_captures(engine: Engine) -> list[Callable[[Engine], None]]:
     if engine.prefill.captured is not None:
         longest = gpu.power_of_2(engine.max_model_len)
         most = engine.max_batch_size * engine.max_model_len
+        has_states = engine.cache.deltas is not None
         found += [
-            partial(_capture_pass, Shape(n, n // SHORT_PROMPT_TOKENS, min(n, longest)))
+            partial(_capture_pass, Shape(n, n // SHORT_PROMPT_TOKENS, min(n, longest), has_states))
             for n in PASSES
             if n <= engine.prefill.most_tokens and n < 2 * most
         ]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hone.kernels.delta_shape import CHUNK_TOKENS, DeltaShape
 from hone.kernels.flat_attention import Sequences
-from hone.kernels.pinned_memory import to_device
+from hone.kernels.pinned_memory import copy_to_device, to_device
 from hone.kernels.row_gather import repeat_rows
 
 SHORT_CHUNK = 16  # on a CPU in sequences of up to SHORT_TOKENS
@@ -239,3 +239,71 @@ class DeltaPlan:
         """Return 1 where a sequence of `rest` (N) continues one of `first` (P), else 0, float32."""
         is_child = np.arange(self.first.count)[:, None] == self._parents
         return to_device(is_child.astype(np.float32), self.order_T.device)
+
+
+@dataclass(frozen=True)
+class SegmentTables:
+    """The tables of `Segments` that GPU kernels read, at fixed addresses.
+
+    Attributes:
+        count: sequences, also empty ones.
+    """
+
+    count: int
+    boundaries: Tensor
+    chunk_table: Tensor
+    sequence_table: Tensor
+
+
+class PlanTables:
+    """A `DeltaPlan` without gradients whose tables change between passes, for CUDA graphs.
+
+    There are `prompts` sequences of `tokens` tokens in all. The tokens that a pass leaves over are
+    one more sequence, so that all are computed. With `has_rest`, each prompt has a continuation of
+    up to CHUNK_TOKENS tokens, which may be empty.
+
+    Attributes:
+        first, rest, order_T, is_in_order, parents_N: as those of `DeltaPlan`.
+    """
+
+    def __init__(
+        self, tokens: int, prompts: int, has_rest: bool, device: torch.device | str
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        def make_tables(count: int, chunks: int) -> SegmentTables:
+            sizes = ((chunks, 4), (count, 2))
+            tables = (zeros(*size, dtype=torch.int32) for size in sizes)
+            return SegmentTables(count, zeros(count + 1, dtype=torch.int64), *tables)
+
+        self.prompts = prompts
+        # A sequence's last chunk may be almost empty.
+        self.first = make_tables(prompts + 1, tokens // CHUNK_TOKENS + prompts + 2)
+        self.rest = make_tables(prompts, prompts) if has_rest else None
+        self.order_T = torch.arange(tokens, device=device)
+        self.is_in_order = not has_rest
+        self.parents_N = torch.arange(prompts, device=device)
+
+    def fill_tables(self, lengths: list[int], cuts: list[int]) -> None:
+        """Describe a pass: the tokens of each prompt, and those before its continuation."""
+        total, tokens = sum(lengths), len(self.order_T)
+        every = np.zeros((2, self.prompts), np.int64)
+        every[:, : len(lengths)] = cuts, lengths
+        before, whole = every
+        cpu = torch.device("cpu")
+        first = Segments(np.append(before, tokens - total), cpu)
+        levels = [(self.first, first)]
+        if self.rest is not None:
+            levels.append((self.rest, Segments(whole - before, cpu, first.tokens)))
+            offset_T = np.arange(total) - np.repeat(np.cumsum(whole) - whole, whole)
+            is_first = offset_T < np.repeat(before, whole)
+            own = np.arange(total)
+            order_T = np.concatenate([own[is_first], np.arange(total, tokens), own[~is_first]])
+            copy_to_device(self.order_T, torch.from_numpy(order_T))
+        for tables, segments in levels:
+            chunks = torch.zeros(tables.chunk_table.shape, dtype=torch.int32)
+            chunks[: len(segments.chunk_table)] = segments.chunk_table
+            copy_to_device(tables.chunk_table, chunks)
+            copy_to_device(tables.sequence_table, segments.sequence_table)
+            copy_to_device(tables.boundaries, segments.boundaries)

@@ -96,3 +96,9 @@ def to_device(values: Any, device: torch.device) -> Tensor:
         values if isinstance(values, np.ndarray) else np.array(values, dtype=np.int64)
     )
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def copy_to_device(target: Tensor, values: Tensor) -> None:
+    """Copy a CPU tensor to the memory of `target` without synchronizing."""
+    host = values if target.device.type == "cpu" else values.pin_memory()
+    target.copy_(host, non_blocking=True)

@@ -286,10 +286,9 @@ class Transformer(LanguageModel):
 
     @property
     def prefills_on_device(self) -> bool:
-        # Capped attention and large heads have no kernel for whole prompts; the delta rule plans
-        # chunks on the host.
+        # Capped attention and large heads have no kernel for whole prompts.
         has_flash = self.spec.attention_cap is None and self.spec.head_dim <= FLASH_HEAD_SIZE
-        return self.stays_on_device and has_flash and not self.spec.delta_layers
+        return self.stays_on_device and has_flash
 
     @property
     def trains_prefixes(self) -> bool:

@@ -12,6 +12,7 @@ weights arrived.
 import asyncio
 import itertools
 import json
+import sys
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from pathlib import Path
@@ -41,7 +42,9 @@ class VllmSampler(Sampler):
         self.process = process
         text = process.files.config.get("text_config") or process.files.config
         self._vocabulary = int(text["vocab_size"])
-        self._context = self._positions = int(text.get("max_position_embeddings") or 0)
+        self._positions = int(text.get("max_position_embeddings") or 0)
+        # Of requests, and of scored texts
+        self._context = self._scored_context = self._positions
         pools = max(1, -(-(max_batch_size or 256) // CONNECTIONS_PER_CLIENT))
         transports = [
             httpx.AsyncHTTPTransport(uds=str(process.socket), limits=_LIMITS) for _ in range(pools)
@@ -63,7 +66,8 @@ class VllmSampler(Sampler):
     async def open(self) -> None:
         """Read the maximum context length that vLLM chose."""
         card = (await self._call_json("GET", "/v1/models"))["data"][0]
-        self._context = int(card["max_model_len"])
+        self._scored_context = int(card["max_model_len"])
+        self._context = min(self._scored_context, self.process.max_model_len or sys.maxsize)
 
     async def close(self) -> None:
         for pool in self._pools:
@@ -283,9 +287,10 @@ class VllmSampler(Sampler):
             self.require_capability("adapters")
         if len(ids) > self._positions or max(ids) >= self._vocabulary:
             raise ValueError(f"ids: at most {self._positions}, each below {self._vocabulary}")
-        if len(ids) >= self._context:  # vLLM refuses prompts that leave no room for a token
+        limit = self._scored_context
+        if len(ids) >= limit:  # vLLM refuses prompts that leave no room for a token
             raise ContextFull(
-                f"This model's maximum context length is {self._context} tokens, there are {len(ids)}"
+                f"This model's maximum context length is {limit} tokens, there are {len(ids)}"
             )
         body = {
             "model": NAME,

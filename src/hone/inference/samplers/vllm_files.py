@@ -25,6 +25,7 @@ from hone.models.families import is_known, parse_model_config
 from hone.models.hf import empty_model, find_weights, hf_tensors, stored_names, write_weights
 from hone.models.language_model import LanguageModel
 from hone.models.spec import read_model_config
+from hone.models.weight_proof import canary_length
 from hone.transport.delivery import Message
 from hone.transport.gpu_memory import Owned
 from hone.transport.transports import Receivers
@@ -77,6 +78,13 @@ class VllmFiles:
             return cpu_gib()
         tokens = (sequences or DEFAULT_BATCH_SIZE) * (length or self.spec.max_position_embeddings)
         return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
+
+    def context_length(self, wanted: int | None) -> int | None:
+        """Return the context length for vLLM: the one wanted, or more if the canary needs more."""
+        if wanted is None or self.spec is None:
+            return wanted
+        needed = canary_length(self.spec) + 1  # vLLM scores a text only with room for a token
+        return max(wanted, min(needed, self.spec.max_position_embeddings))
 
     def prepare_first(self) -> Path:
         return self._write_untied(self.model) if self.has_to_untie else self.model

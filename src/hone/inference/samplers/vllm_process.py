@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,7 @@ class VllmProcess:
         wanted = config.model.dtype
         self.dtype = wanted if wanted != "auto" else "float32" if self.is_on_cpu else "bfloat16"
         remove_leftovers()
+        self.max_model_len = config.max_model_len
         self.home = Path(tempfile.mkdtemp(prefix=f"{HOME}{os.getpid()}-"))
         self.socket = self.home / "socket"
         shares = not self.is_on_cpu and "worker_extension_cls" not in config.vllm_args
@@ -104,7 +106,13 @@ class VllmProcess:
             "-m",
             *program,
             *build_flags(
-                config, self.files.prepare_first(), self.dtype, kv_cache_gib, self.is_on_cpu
+                config.model_copy(
+                    update={"max_model_len": self.files.context_length(config.max_model_len)}
+                ),
+                self.files.prepare_first(),
+                self.dtype,
+                kv_cache_gib,
+                self.is_on_cpu,
             ),
         ]
         self.environment = os.environ | build_environment(kv_cache_gib)
@@ -181,10 +189,15 @@ class VllmProcess:
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         is_signal = number in set(signal.Signals)
         how = describe_exit(-number if is_signal else code or 0)
+        said = list(self.said)
+        is_error = re.compile(r"\b\w*Error: ").search
+        # With the line below it, where an error of pydantic has its reason.
         errors = [
-            line for line in self.said if re.search(r"\b\w*Error: ", line) and FOLLOWS not in line
+            line + (f": {below.strip()}" if below.startswith("  ") else "")
+            for line, below in zip_longest(said, said[1:], fillvalue="")
+            if is_error(line) and FOLLOWS not in line
         ]
-        errors = errors or list(self.said)
+        errors = errors or said
         return f"{how}: {_shorten(errors[-1])}" if errors else how
 
 

@@ -112,6 +112,8 @@ def prepare_kernel(
     i, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(chunks + i * TABLE).to(tl.int64)
     count = tl.load(chunks + i * TABLE + 1)
+    if count == 0:  # tables of captured passes have room for more chunks
+        return
     r = tl.arange(0, CHUNK)
     t = first + r
     inside = r < count

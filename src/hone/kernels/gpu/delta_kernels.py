@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 
 from hone.kernels import row_state
-from hone.kernels.delta_plan import NORM_EPS, DeltaHeads, DeltaPlan, DeltaState, Segments
+from hone.kernels.delta_plan import (
+    NORM_EPS,
+    DeltaHeads,
+    DeltaPlan,
+    DeltaState,
+    PlanTables,
+    Segments,
+    SegmentTables,
+)
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.gpu import options, processors
 from hone.kernels.gpu.delta_chunks import (
@@ -96,8 +104,11 @@ def convolve_kernel(
     i, h = tl.program_id(0) // PIECES, tl.program_id(1)
     first = tl.load(chunks + i * TABLE).to(tl.int64)
     owner = tl.load(chunks + i * TABLE + 2).to(tl.int64)
-    r = tl.program_id(0) % PIECES * ROWS + tl.arange(0, ROWS)
-    inside = r < tl.load(chunks + i * TABLE + 1)
+    start, count = tl.program_id(0) % PIECES * ROWS, tl.load(chunks + i * TABLE + 1)
+    if start >= count:
+        return
+    r = start + tl.arange(0, ROWS)
+    inside = r < count
     position = tl.load(chunks + i * TABLE + 3) * CHUNK + r
     t = first + r
     c = offset + h * SIZE + tl.arange(0, SIZE)
@@ -450,7 +461,10 @@ def gated_norm_back_kernel(
 
 
 def run_plan(
-    projected_TO: Tensor, heads: DeltaHeads, plan: DeltaPlan, before: DeltaState | None
+    projected_TO: Tensor,
+    heads: DeltaHeads,
+    plan: DeltaPlan | PlanTables,
+    before: DeltaState | None,
 ) -> tuple[Tensor, DeltaState, DeltaState | None]:
     """Compute a layer's mixer as `delta_rule.run_plan` says."""
     weights = (heads.conv_C1W, heads.decay_V, heads.bias_V, heads.norm_F)
@@ -576,14 +590,16 @@ class _Mix(torch.autograd.Function):
         return grad_projected, *of_weights, of_columns, of_matrices, None, None, None
 
 
-def _order_of(plan: DeltaPlan) -> Tensor | None:
+def _order_of(plan: DeltaPlan | PlanTables) -> Tensor | None:
     return None if plan.is_in_order else plan.order_T
 
 
-def _levels(plan: DeltaPlan) -> list[tuple[Level, Segments]]:
+def _levels(
+    plan: DeltaPlan | PlanTables,
+) -> list[tuple[Level, Segments | SegmentTables]]:
     """Return the sequences without a prefix, then the others, with their tables."""
     order = _order_of(plan)
-    every = [plan.first] if plan.rest is None else [plan.first, plan.rest]
+    every = [one for one in (plan.first, plan.rest) if one is not None]
     return [(Level(one.chunk_table, one.sequence_table, order), one) for one in every]
 
 
@@ -664,7 +680,7 @@ def _last_columns(
     columns: Tensor | None,
     shape: DeltaShape,
     level: Level,
-    segments: Segments,
+    segments: Segments | SegmentTables,
 ) -> Tensor:
     """Return the last inputs of the convolution of each sequence."""
     last = projected.new_empty(segments.count, shape.conv_width - 1, shape.channels)
@@ -737,7 +753,7 @@ def _inputs_back(
     columns: Tensor | None,
     shape: DeltaShape,
     level: Level,
-    segments: Segments,
+    segments: Segments | SegmentTables,
     grad_after: Tensor | None,
     grad_projected: Tensor,
 ) -> Tensor | None:
