@@ -7,6 +7,7 @@ time of a step is the difference between completions of 129 tokens and of one, o
 time to read the weights, keys and values once (and to write states, too), and the time of the arithmetic at the rate
 of a large product.
 Of a mixture of experts, only experts that a token chooses are read; their expected number counts.
+`first_tokens_ms` is the time of completions of one token: prefill, mostly.
 Training: forward, loss and backward of one micro-batch of `--tokens` tokens in sequences of `--sequence`, every token a
 target, without the optimizer; MFU is its FLOPs over that rate. `--profile` writes a table of the kernels of both.
 """
@@ -131,8 +132,8 @@ def build_model(config: dict):
     return model
 
 
-def measure_decoding(model, batch: int, prompt: int, save: Path | None) -> float:
-    """Return the seconds of a decode step."""
+def measure_decoding(model, batch: int, prompt: int, save: Path | None) -> tuple[float, float]:
+    """Return the seconds of a decode step, and of completions of one token."""
     from hone.engine.engine import Engine
     from hone.records import GenerateRequest, Sampling
 
@@ -154,7 +155,8 @@ def measure_decoding(model, batch: int, prompt: int, save: Path | None) -> float
     times = {count: [generate(count) for _ in range(ROUNDS)][2:] for count in (COMPLETION + 1, 1)}
     if save is not None:
         write_profile(lambda: generate(33), save)
-    return (median(times[COMPLETION + 1]) - median(times[1])) / COMPLETION
+    first = median(times[1])
+    return (median(times[COMPLETION + 1]) - first) / COMPLETION, first
 
 
 def measure_training(model, tokens: int, sequence: int, save: Path | None) -> float:
@@ -214,11 +216,12 @@ def main() -> None:
         spec = model.spec
         figures = {}
         for batch in [] if args.no_decoding else args.batch:
-            decode = measure_decoding(model, batch, args.prompt, save["decode"])
+            decode, first = measure_decoding(model, batch, args.prompt, save["decode"])
             limit = max(step_limits(spec, batch, args.prompt + COMPLETION / 2, rate, flops))
             end = f"_{batch}" if len(args.batch) > 1 else ""
             figures |= {f"decode_step_ms{end}": 1e3 * decode, f"decode_limit_ms{end}": 1e3 * limit}
             figures[f"decode_share{end}"] = limit / decode
+            figures[f"first_tokens_ms{end}"] = 1e3 * first
             print(name, batch, figures, flush=True)
             torch.cuda.empty_cache()
         if not args.no_training:
