@@ -92,6 +92,7 @@ CONFIGS = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
 }
+PARTLY = (HYBRID, GEMMA4)  # whose further kernels are those of other models
 EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
 
 
@@ -212,11 +213,12 @@ def rehearsals(name: str) -> None:
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
-        if name == HYBRID:  # what differs from other models, in prefill and a decode step
-            way = Key(128, TokenSampler.PLAIN, False, 0, 0, False)
+        if name in PARTLY:  # what differs from other models, in prefill and decode steps
             with torch.no_grad():
                 engine.prefill.run_chunks([PrefillChunk([0] * 16, [0], 0, 16)], [15])
-                engine.decoder.decode_step(128, way.kind, False, engine.graphs.rows_by(way))
+                for rows, parts in ((128, 0), (1, 8)):
+                    way = Key(rows, TokenSampler.PLAIN, False, 0, parts, False)
+                    engine.decoder.decode_step(rows, way.kind, False, engine.graphs.rows_by(way))
         else:
             compile_kernels(engine, 256)
         PolicyTrainer(model, TrainerConfig(), 1).compile_kernels()

@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from hone.config.sections import BACKEND_LOST
 from hone.models.hf import load_model
-from hone.models.weight_proof import score_sequences
+from hone.models.weight_proof import canary_ids, score_sequences
 from tests.hangs import HANG_SECONDS
 
 from .conftest import TINY, Server, command, http
@@ -436,3 +437,75 @@ def test_a_vllm_that_is_killed_is_started_again_and_nothing_is_lost():
     done = command("python", "-m", "tests.chaos", *words)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kills"] == 2 and not found["samples_lost"] and not found["samples_doubled"]
+
+
+DELTA = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+    "num_position_embeddings": 16,
+}
+IMAGE_TOKENS = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def write_model_with_vision(directory, seed, has_vision=True):
+    """Write a random model of Qwen3.5's architecture, or its text part alone under the same names."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokens = {name: i for i, name in enumerate(IMAGE_TOKENS)}
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config=DELTA, vision_config=VISION, tie_word_embeddings=True, **tokens
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.3 if "embed" in name else 0.1)
+    model.save_pretrained(directory)
+    for file in Path(TINY, "model").glob("*token*"):
+        (directory / file.name).write_bytes(file.read_bytes())
+    if not has_vision:
+        tensors = load_file(directory / "model.safetensors")
+        kept = {name: one for name, one in tensors.items() if "visual" not in name}
+        save_file(kept, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.mark.vllm
+def test_vllm_takes_weights_of_a_text_part_under_the_names_of_its_files(tmp_path):
+    """In a model with vision and the gated delta rule, whose head is tied to the embedding."""
+    if "VLLM_PYTHON" not in os.environ:
+        pytest.skip("VLLM_PYTHON is not set (make test-vllm)")
+    first = write_model_with_vision(tmp_path / "first", 0)
+    second = write_model_with_vision(tmp_path / "second", 1, has_vision=False)
+    # vLLM's kernels for the delta rule on a CPU need bfloat16.
+    options = ("--model.dtype", "bfloat16", "--max-model-len", 64)
+    server = Server("--model.name", first, *VLLM, *options, log=tmp_path / "log")
+    server.root = server.url.removesuffix("/v1")
+    try:
+        ids = canary_ids(load_model(first).spec)
+        found = [control(server, "score", {"ids": ids})["logprobs"]]
+        take(server, second, 1)
+        found.append(control(server, "score", {"ids": ids})["logprobs"])
+    finally:
+        server.stop()
+    for directory, logprobs in zip((first, second), found, strict=True):
+        difference = torch.tensor(logprobs) - torch.tensor(of_model(directory, ids))
+        assert difference.abs().mean() < 0.05, difference

@@ -640,8 +640,16 @@ def test_versions_for_vllm_have_the_names_of_the_model_s_files(kind, tmp_path, m
     for (_, one), (_, two) in zip(hf_tensors(ours), hf_tensors(other), strict=True):
         assert torch.equal(one, two)
     (tmp_path / "home").mkdir()
-    files = VllmFiles(tmp_path / "model", tmp_path / "home", "float32", is_on_cpu=True)
+    files = VllmFiles(tmp_path / "model", tmp_path / "home", "float32", is_on_cpu=False)
     assert files.take_version(place, 1, {"type": "filesystem"}) == place
+    if ours.spec.tie_word_embeddings:  # a head of its own, where transformers would have it
+        untied = AutoConfig.from_pretrained(tmp_path / "model")
+        untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False
+        AutoModelForImageTextToText.from_config(untied).save_pretrained(tmp_path / "untied")
+        heads = load_file(tmp_path / "untied" / "model.safetensors").keys() - in_files
+        on_cpu = VllmFiles(tmp_path / "model", tmp_path / "home", "float32", is_on_cpu=True)
+        written = on_cpu.take_version(place, 1, {"type": "filesystem"})
+        assert load_file(written / "head.safetensors").keys() == heads and len(heads) == 1
 
     class Fake(FileReceiver):
         def receive_version(self, message, version, place, into, arrived=None):

@@ -62,12 +62,17 @@ class VllmFiles:
         self.spec = spec
         # vLLM skips names that it does not know in silence: those of its files are right.
         self.names = {} if spec is None else stored_names(self._build_empty("meta"), model)
-        is_tied = spec is not None and spec.tie_word_embeddings and not spec.is_text_part
-        self.has_to_untie = is_on_cpu and is_tied
+        # On a CPU vLLM packs the head at first, and keeps it if it is the embedding.
+        self.has_to_untie = is_on_cpu and spec is not None and spec.tie_word_embeddings
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights received from a transport other than files
         self.shares = shares and self.spec is not None
         self._owned: Owned | None = None  # … on vLLM's GPU
+
+    @property
+    def is_text_part(self) -> bool:
+        """Return True if the model's files have other parts too, such as a vision tower."""
+        return self.spec is not None and self.spec.is_text_part
 
     def cache_gib(self, sequences: int | None, length: int | None) -> float:
         """Return the size in GiB of the KV cache that vLLM allocates at start on a CPU.
@@ -173,16 +178,20 @@ class VllmFiles:
         for file in source.iterdir():
             if file.name not in ("config.json", INDEX):
                 (place / file.name).symlink_to(file.resolve())
-        (place / "config.json").write_text(json.dumps(self.config | {"tie_word_embeddings": False}))
+        untied: dict[str, Any] = {"tie_word_embeddings": False}
+        if "text_config" in self.config:
+            untied["text_config"] = self.config["text_config"] | untied
+        (place / "config.json").write_text(json.dumps(self.config | untied))
         where = find_weights(None, source) if any(source.glob("*.safetensors")) else {}
-        if EMBEDDING in where and HEAD not in where:
-            with safe_open(where[EMBEDDING], framework="pt") as reader:
-                save_file(
-                    {HEAD: reader.get_tensor(EMBEDDING)},
-                    place / "head.safetensors",
-                    {"format": "pt"},
-                )
-            where[HEAD] = place / "head.safetensors"
+        embedding = self.names.get(EMBEDDING, EMBEDDING)
+        # Beside the model that has the embedding (language_model.model.…), or at the top.
+        is_beside = embedding.endswith(f".{EMBEDDING}")
+        head = embedding.removesuffix(EMBEDDING) + HEAD if is_beside else HEAD
+        if embedding in where and head not in where:
+            file = place / "head.safetensors"
+            with safe_open(where[embedding], framework="pt") as reader:
+                save_file({head: reader.get_tensor(embedding)}, file, {"format": "pt"})
+            where[head] = file
         if (source / INDEX).is_file():
             index = {
                 "metadata": {},

@@ -113,6 +113,7 @@ class VllmProcess:
                 self.dtype,
                 kv_cache_gib,
                 self.is_on_cpu,
+                self.files.is_text_part,
             ),
         ]
         self.environment = os.environ | build_environment(kv_cache_gib)
@@ -253,9 +254,14 @@ def build_environment(kv_cache_gib: float) -> dict[str, str]:
 
 
 def build_flags(
-    config: InferenceConfig, model: Path, dtype: str, kv_cache_gib: float, on_cpu: bool
+    config: InferenceConfig,
+    model: Path,
+    dtype: str,
+    kv_cache_gib: float,
+    on_cpu: bool,
+    is_text_part: bool = False,
 ) -> list[str]:
-    """Return the flags of vLLM's server."""
+    """Return the flags of vLLM's server. `is_text_part`: other parts of the model are not loaded."""
     given: dict[str, Any] = {
         "model": model,
         "served_model_name": NAME,
@@ -268,6 +274,7 @@ def build_flags(
         "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
         "disable_uvicorn_access_log": True,
         "load_format": "dummy" if config.model.random_init else None,
+        "language_model_only": is_text_part,
         "enforce_eager": config.enforce_eager,
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_batch_size,
