@@ -506,6 +506,6 @@ def test_vllm_takes_weights_of_a_text_part_under_the_names_of_its_files(tmp_path
         found.append(control(server, "score", {"ids": ids})["logprobs"])
     finally:
         server.stop()
-    for directory, logprobs in zip((first, second), found, strict=True):
-        difference = torch.tensor(logprobs) - torch.tensor(of_model(directory, ids))
-        assert difference.abs().mean() < 0.05, difference
+    expected = torch.tensor([of_model(directory, ids) for directory in (first, second)])
+    assert (torch.tensor(found) - expected).abs().mean(1).max() < 0.2  # by bfloat16
+    assert (expected[0] - expected[1]).abs().mean() > 1.0

@@ -641,7 +641,8 @@ def test_versions_for_vllm_have_the_names_of_the_model_s_files(kind, tmp_path, m
         assert torch.equal(one, two)
     (tmp_path / "home").mkdir()
     files = VllmFiles(tmp_path / "model", tmp_path / "home", "float32", is_on_cpu=False)
-    assert files.take_version(place, 1, {"type": "filesystem"}) == place
+    for directory in (place, tmp_path / "model"):  # without the other parts, and with them
+        assert files.take_version(directory, 1, {"type": "filesystem"}) == directory
     if ours.spec.tie_word_embeddings:  # a head of its own, where transformers would have it
         untied = AutoConfig.from_pretrained(tmp_path / "model")
         untied.tie_word_embeddings = untied.get_text_config().tie_word_embeddings = False

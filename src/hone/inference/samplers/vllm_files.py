@@ -124,8 +124,11 @@ class VllmFiles:
                     f"{place / 'config.json'}: {key} is {config.get(key)!r}, that of the served model is "
                     f"{self.config.get(key)!r}; vLLM keeps the shape of model that it was started with"
                 )
-        wanted = None if self.spec is None else self._name_as_stored(self._allocate_tensors("meta"))
-        find_weights(wanted, place)
+        if self.spec is None:
+            find_weights(None, place)
+        else:
+            wanted = self._name_as_stored(self._allocate_tensors("meta"))
+            find_weights(wanted, place, self.is_text_part, self.spec.is_unused)
 
     def _build_empty(self, device: str) -> LanguageModel:
         if self.spec is None:
