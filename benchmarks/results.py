@@ -47,7 +47,7 @@ def append_record(figures: dict[str, Any]) -> None:
         "note": "",
     }
     with open(os.environ.get("HONE_RESULTS_FILE", RECORDS), "a") as file:
-        file.write(json.dumps(record) + "\n")
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 def describe_machine() -> str:

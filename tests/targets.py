@@ -92,7 +92,8 @@ CONFIGS = {
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
 }
-PARTLY = (HYBRID, GEMMA4)  # whose further kernels are those of other models
+# Only their prefill and two decode steps are compiled: their other kernels are other models' too.
+REHEARSED_IN_PART = (HYBRID, GEMMA4)
 EXPERT_CARDS = ("8.6", "9.0")  # least and most shared memory
 
 
@@ -213,7 +214,7 @@ def rehearsals(name: str) -> None:
     with _Nothing():
         engine = Engine(model, max_batch_size=256, max_model_len=4096, kv_cache_gib=0.5)
         assert engine.graphs is not None, "not all of a step is done by kernels of the GPU"
-        if name in PARTLY:  # what differs from other models, in prefill and decode steps
+        if name in REHEARSED_IN_PART:  # what differs from other models, in prefill and decode steps
             with torch.no_grad():
                 engine.prefill.run_chunks([PrefillChunk([0] * 16, [0], 0, 16)], [15])
                 for rows, parts in ((128, 0), (1, 8)):

@@ -89,8 +89,8 @@ def test_gradients_of_shared_prompts_are_those_of_the_cpu(pair):
         (model.compute_logits(hidden).float() * weight.to(device)).sum().backward()
         found = [p.grad for p in model.parameters() if p.grad is not None]
         gradients.append(torch.cat([g.flatten().float().cpu() for g in found]))
-    # With experts, rounding changes which of them a token goes through; transformers' own Gemma 4
-    # in bfloat16 has 0.99.
+    # With experts, rounding changes which of them a token goes through. Gemma 4 in bfloat16 on a
+    # CPU has 0.985, transformers' own 0.99.
     least = 0.9 if pair[0].spec.routed_experts else 0.995
     least = 0.95 if isinstance(pair[0], Gemma4Transformer) else least
     assert torch.cosine_similarity(*gradients, dim=0) > least

@@ -760,30 +760,44 @@ def test_a_graph_of_more_rows_stands_in_until_its_spare_rows_have_paid(stand_in,
         (8, 4096, 1e6, [(256, 16, 256), (512, 32, 512), (1024, 64, 1024), (2048, 128, 2048)]),
     ],
 )
-def test_graphs_for_prompts_are_of_the_sizes_that_may_come(sequences, length, most_tokens, found):
+@pytest.mark.parametrize("has_states", [False, True])
+def test_graphs_for_prompts_are_of_the_sizes_that_may_come(
+    sequences, length, most_tokens, found, has_states
+):
     prefill, captured = Prefill.__new__(Prefill), []
     prefill.captured, prefill.most_tokens = Captured(True), most_tokens
     prefill.capture_graph = captured.append
     engine = SimpleNamespace(
-        graphs=None, prefill=prefill, max_batch_size=sequences, max_model_len=length
+        graphs=None,
+        prefill=prefill,
+        max_batch_size=sequences,
+        max_model_len=length,
+        cache=SimpleNamespace(deltas=object() if has_states else None),
     )
     for capture in plan_captures(engine):
         capture(engine)
-    assert captured == [Shape(*numbers) for numbers in found]
+    assert captured == [Shape(*numbers, has_states) for numbers in found]
     prefill.captured = None
     assert not plan_captures(engine)
 
 
-@pytest.mark.parametrize("stand_in", [True, False])
-def test_a_larger_pass_stands_in_as_long_as_its_spare_tokens_hide_launches(stand_in, monkeypatch):
+# The states of 12 prompts more cost as much as 192 tokens.
+@pytest.mark.parametrize(("stand_in", "deltas", "times"), [(1, None, 2), (1, (), 1), (0, None, 0)])
+def test_a_larger_pass_stands_in_as_long_as_its_padding_hides_launches(
+    stand_in, deltas, times, monkeypatch
+):
     prefill = Prefill.__new__(Prefill)
     prefill.seen, prefill.most_tokens = set(), 1000
+    prefill.cache = SimpleNamespace(deltas=deltas)
     few_prompts, decoding = Shape(192, 2, 64), Key(128, 0, False, 0, 0, False)
-    captured = Named(stand_in).has(Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding)
+    captured = Named(bool(stand_in)).has(
+        Shape(512, 16, 64), Shape(768, 16, 64), few_prompts, decoding
+    )
     monkeypatch.setattr(prefill, "capture_graph", lambda shape: captured.has(shape))
     small, longer = Shape(128, 4, 32), Shape(128, 4, 128)
     chosen = [prefill._choose_graph(captured, small) for _ in range(4)]
-    assert chosen == ([Shape(512, 16, 64)] * 2 + [small] * 2 if stand_in else [None] + [small] * 3)
+    first = [Shape(512, 16, 64)] * times if stand_in else [None]
+    assert chosen == [*first, *[small] * (4 - len(first))]
     # Nothing has room for it
     assert [prefill._choose_graph(captured, longer) for _ in range(3)] == [None, longer, longer]
     captured.clear()

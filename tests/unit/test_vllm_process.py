@@ -1,4 +1,4 @@
-"""What a vLLM server is started with, and what is said of one that ended."""
+"""The context length that vLLM is started with, and the reason shown when it ends."""
 
 from collections import deque
 from pathlib import Path
@@ -21,6 +21,10 @@ TINY = Path(__file__).parents[2] / "examples" / "reverse_text_tiny" / "model"
             ["ModelError: 1 validation error", "  Value error, no heads", "    See"],
             "exit code 1: ModelError: 1 validation error: Value error, no heads",
         ),
+        (
+            ["(APIServer pid=7) ModelError: 1 error", "(APIServer pid=7)   Value error, no heads"],
+            "exit code 1: ModelError: 1 error: Value error, no heads",
+        ),
         (["ValueError: x", "RuntimeError: Engine core initialization failed"], "ValueError: x"),
         (["killed"], "exit code 1: killed"),
     ],
@@ -33,4 +37,9 @@ def test_a_failure_is_told_with_its_reason(said, expected):
 def test_the_canary_has_room(tmp_path):
     files = VllmFiles(TINY, tmp_path, "float32", is_on_cpu=True)
     needed = canary_length(files.spec) + 1
-    assert [files.context_length(n) for n in (None, 8, needed, 99)] == [None, needed, needed, 99]
+    assert [files.choose_context_length(n) for n in (None, 8, needed, 99)] == [
+        None,
+        needed,
+        needed,
+        99,
+    ]

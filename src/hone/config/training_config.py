@@ -28,7 +28,7 @@ class TrainingConfig(Config):
     context_parallel: Free[Positive] = 1
     """Divide the tokens of each micro-batch among this many neighbouring trainer processes, for sequences that do not
     fit one GPU. Attention divides heads instead: the number of query heads must be a multiple of this value.
-    `sft` refuses more than 1 with dpo."""
+    With the section dpo of `sft` it must be 1."""
     expert_parallel: Free[bool] = False
     """Divide the experts of a mixture of experts among all trainer processes and send tokens to them, instead of
     gathering all experts for each pass. The number of experts must be a multiple of the number of processes."""

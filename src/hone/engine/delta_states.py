@@ -8,6 +8,7 @@ at a prompt's last page boundary; requests that begin with the same pages contin
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from hone.engine.slots import untouched_zeros
 from hone.engine.state_rows import count_state_rows
 from hone.kernels import delta_rule
 from hone.kernels.delta_plan import DeltaHeads, DeltaPlan, DeltaState, PlanTables
+from hone.kernels.delta_shape import CHUNK_TOKENS
 from hone.kernels.flat_attention import Sequences
 from hone.kernels.pinned_memory import copy_to_device, to_device
 from hone.models.spec import ModelSpec
@@ -125,16 +127,25 @@ class DeltaChunk:
     snapshot_row: int | None = None
     until: int = 0
 
+    def count_first_tokens(self, length: int) -> int:
+        """Return the tokens of a chunk of `length` before its snapshot, or all without one."""
+        return length if self.snapshot_row is None else self.until
+
+
+class DeltaMixing(Protocol):
+    """The gated delta rule in a prefill pass."""
+
+    def mix_delta(self, layer: int, projected_TO: Tensor, heads: DeltaHeads) -> Tensor:
+        """Return the outputs of the pass's tokens, T x VF, and keep the states after them."""
+        ...
+
 
 class PrefillDelta:
     """The gated delta rule in a prefill pass over chunks of prompts."""
 
     def __init__(self, states: DeltaStates, chunks: list[DeltaChunk], lengths: list[int]) -> None:
         self.states = states
-        cuts = [
-            chunk.until if chunk.snapshot_row is not None else length
-            for chunk, length in zip(chunks, lengths, strict=True)
-        ]
+        cuts = [x.count_first_tokens(n) for x, n in zip(chunks, lengths, strict=True)]
         ends = np.cumsum(lengths)
         rows = []
         for cut, length, start in zip(cuts, lengths, ends - lengths, strict=True):
@@ -187,25 +198,23 @@ class CapturedDelta:
     Args:
         prompts: the most prompts of a pass, of `tokens` tokens in all.
         has_snapshots: True if a pass may keep snapshots.
-        spare_row: row of states for prompts that a pass has less.
+        spare_row: row of states that unused prompts of a pass write to.
     """
 
     def __init__(
         self, states: DeltaStates, tokens: int, prompts: int, has_snapshots: bool, spare_row: int
     ) -> None:
+        assert states.pool.size <= CHUNK_TOKENS  # what follows a snapshot is one chunk
         self.states = states
         self.spare_row = spare_row
         self.plan = PlanTables(tokens, prompts, has_snapshots, states.device)
-        # The rows of the states after prompts, and of snapshots
+        # Rows that receive the states after prompts, and the snapshots.
         self.rows_2N = torch.zeros(2, prompts, dtype=torch.int64, device=states.device)
         self.fill_tables([], [])
 
     def fill_tables(self, chunks: list[DeltaChunk], lengths: list[int]) -> None:
         """Describe the chunks of a pass, each the start of a prompt."""
-        cuts = [
-            length if chunk.snapshot_row is None else chunk.until
-            for chunk, length in zip(chunks, lengths, strict=True)
-        ]
+        cuts = [x.count_first_tokens(n) for x, n in zip(chunks, lengths, strict=True)]
         self.plan.fill_tables(lengths, cuts)
         rows_2N = torch.full(self.rows_2N.shape, self.spare_row)
         for i, chunk in enumerate(chunks):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hone.engine.cache import KVCache
-from hone.engine.delta_states import CapturedDelta, DeltaChunk, PrefillDelta
+from hone.engine.delta_states import CapturedDelta, DeltaChunk, DeltaMixing, PrefillDelta
 from hone.engine.mixer_states import PrefillMixing
 from hone.kernels import gpu
 from hone.kernels.cuda_graphs import Captured
@@ -41,6 +41,8 @@ from hone.models.mixers import Mixer
 
 # FLOP of a pass: longer ones hide their launches, and their graphs would hold memory.
 WORTH_A_GRAPH = 2e13
+# Reading and writing the state of a prompt takes as long as computing this many tokens.
+STATE_TOKENS = 16
 Mix = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionOptions | None], Tensor]
 
 
@@ -161,13 +163,19 @@ class Prefill:
             (s for s in others if isinstance(s, Shape) and s.has_room_for(shape)), default=None
         )
         if larger is not None:
-            if captured.may_stand_in(shape, larger.tokens - shape.tokens, self.most_tokens):
+            if captured.may_stand_in(shape, self._count_padding(larger, shape), self.most_tokens):
                 return larger
         elif shape not in self.seen:
             self.seen.add(shape)
             return None
         self.capture_graph(shape)
         return shape
+
+    def _count_padding(self, larger: "Shape", shape: "Shape") -> int:
+        """Return the work that graph `larger` wastes on a pass of another shape, in tokens."""
+        of_prompt = 0 if self.cache.deltas is None else STATE_TOKENS
+        prompts = larger.prompts - shape.prompts
+        return larger.tokens - shape.tokens + of_prompt * prompts
 
     def _build_attention(
         self, chunks: list[PrefillChunk], lengths: list[int], before: list[int]
@@ -291,7 +299,7 @@ class PrefillAttention:
         self.mix = mix
         self.mixing: PrefillMixing | None = None  # of models with other mixers than attention
         # Of models with the gated delta rule
-        self.deltas: PrefillDelta | CapturedDelta | None = None
+        self.deltas: DeltaMixing | None = None
 
     def mix_sequences(self, layer: int, x_TD: Tensor, mixer: Mixer) -> Tensor:
         """Return the outputs of a mixer, T x D, for the chunks' tokens."""

@@ -5,6 +5,7 @@ Shapes as there: T tokens, N sequences, M chunks, V value heads, E key size, F v
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -241,13 +242,44 @@ class DeltaPlan:
         return to_device(is_child.astype(np.float32), self.order_T.device)
 
 
+class LevelTables(Protocol):
+    """Tables of sequences that GPU kernels read: those of `Segments`, or of fixed size."""
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def boundaries(self) -> Tensor: ...
+
+    @property
+    def chunk_table(self) -> Tensor: ...
+
+    @property
+    def sequence_table(self) -> Tensor: ...
+
+
+class ForwardPlan(Protocol):
+    """What a forward pass reads of a `DeltaPlan`."""
+
+    @property
+    def first(self) -> LevelTables: ...
+
+    @property
+    def rest(self) -> LevelTables | None: ...
+
+    @property
+    def order_T(self) -> Tensor: ...
+
+    @property
+    def is_in_order(self) -> bool: ...
+
+    @property
+    def parents_N(self) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class SegmentTables:
-    """The tables of `Segments` that GPU kernels read, at fixed addresses.
-
-    Attributes:
-        count: sequences, also empty ones.
-    """
+    """Tables of `count` sequences, some of which may be empty, at fixed addresses."""
 
     count: int
     boundaries: Tensor
@@ -255,12 +287,40 @@ class SegmentTables:
     sequence_table: Tensor
 
 
-class PlanTables:
-    """A `DeltaPlan` without gradients whose tables change between passes, for CUDA graphs.
+class AlignedTables:
+    """Flat tables of fixed sizes in one tensor, filled by one copy.
 
-    There are `prompts` sequences of `tokens` tokens in all. The tokens that a pass leaves over are
-    one more sequence, so that all are computed. With `has_rest`, each prompt has a continuation of
-    up to CHUNK_TOKENS tokens, which may be empty.
+    Each begins at a multiple of 16 bytes, as tensors of their own do: for others Triton would
+    compile its kernels again.
+    """
+
+    def __init__(self, sizes: list[int], dtype: torch.dtype, device: torch.device | str) -> None:
+        self.sizes = sizes
+        self.whole = torch.zeros(sum(map(_align, sizes)), dtype=dtype, device=device)
+        self.tables = self._split(self.whole)
+
+    def _split(self, whole: Tensor) -> list[Tensor]:
+        parts = whole.split([_align(size) for size in self.sizes])
+        return [part[:size] for part, size in zip(parts, self.sizes, strict=True)]
+
+    def fill_tables(self, values: list[Tensor]) -> None:
+        """Fill each table with these CPU tensors; zeros follow those that are shorter."""
+        host = torch.zeros(self.whole.shape, dtype=self.whole.dtype)
+        for table, one in zip(self._split(host), values, strict=True):
+            table[: one.numel()] = one.flatten()
+        copy_to_device(self.whole, host)
+
+
+def _align(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+class PlanTables:
+    """Tables of a `DeltaPlan` for passes without gradients, to change between replays of a graph.
+
+    There are `prompts` sequences of `tokens` tokens in all. Unused tokens form one more sequence,
+    so that every output row is written. With `has_rest`, each prompt has a continuation of up to
+    CHUNK_TOKENS tokens, which may be empty.
 
     Attributes:
         first, rest, order_T, is_in_order, parents_N: as those of `DeltaPlan`.
@@ -269,19 +329,27 @@ class PlanTables:
     def __init__(
         self, tokens: int, prompts: int, has_rest: bool, device: torch.device | str
     ) -> None:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        def make_tables(count: int, chunks: int) -> SegmentTables:
-            sizes = ((chunks, 4), (count, 2))
-            tables = (zeros(*size, dtype=torch.int32) for size in sizes)
-            return SegmentTables(count, zeros(count + 1, dtype=torch.int64), *tables)
-
-        self.prompts = prompts
         # A sequence's last chunk may be almost empty.
-        self.first = make_tables(prompts + 1, tokens // CHUNK_TOKENS + prompts + 2)
-        self.rest = make_tables(prompts, prompts) if has_rest else None
-        self.order_T = torch.arange(tokens, device=device)
+        chunks = [tokens // CHUNK_TOKENS + prompts + 2, prompts][: 1 + has_rest]
+        counts = [prompts + 1, prompts][: 1 + has_rest]
+        small = [4 * count for count in chunks] + [2 * count for count in counts]
+        large = [count + 1 for count in counts] + [tokens]
+        self._small = AlignedTables(small, torch.int32, device)
+        self._large = AlignedTables(large, torch.int64, device)
+        *boundaries, self.order_T = self._large.tables
+        levels = [
+            SegmentTables(count, ends, chunk_table.view(-1, 4), sequence_table.view(-1, 2))
+            for count, ends, chunk_table, sequence_table in zip(
+                counts,
+                boundaries,
+                self._small.tables[: len(counts)],
+                self._small.tables[len(counts) :],
+                strict=True,
+            )
+        ]
+        self.prompts = prompts
+        self.first = levels[0]
+        self.rest = levels[1] if has_rest else None
         self.is_in_order = not has_rest
         self.parents_N = torch.arange(prompts, device=device)
 
@@ -292,18 +360,14 @@ class PlanTables:
         every[:, : len(lengths)] = cuts, lengths
         before, whole = every
         cpu = torch.device("cpu")
-        first = Segments(np.append(before, tokens - total), cpu)
-        levels = [(self.first, first)]
+        segments = [Segments(np.append(before, tokens - total), cpu)]
+        order = np.arange(tokens)
         if self.rest is not None:
-            levels.append((self.rest, Segments(whole - before, cpu, first.tokens)))
-            offset_T = np.arange(total) - np.repeat(np.cumsum(whole) - whole, whole)
-            is_first = offset_T < np.repeat(before, whole)
-            own = np.arange(total)
-            order_T = np.concatenate([own[is_first], np.arange(total, tokens), own[~is_first]])
-            copy_to_device(self.order_T, torch.from_numpy(order_T))
-        for tables, segments in levels:
-            chunks = torch.zeros(tables.chunk_table.shape, dtype=torch.int32)
-            chunks[: len(segments.chunk_table)] = segments.chunk_table
-            copy_to_device(tables.chunk_table, chunks)
-            copy_to_device(tables.sequence_table, segments.sequence_table)
-            copy_to_device(tables.boundaries, segments.boundaries)
+            segments.append(Segments(whole - before, cpu, segments[0].tokens))
+            own = order[:total]
+            offsets = own - np.repeat(np.cumsum(whole) - whole, whole)
+            is_first = offsets < np.repeat(before, whole)
+            order = np.concatenate([own[is_first], order[total:], own[~is_first]])
+        small = [*(one.chunk_table for one in segments), *(one.sequence_table for one in segments)]
+        self._small.fill_tables(small)
+        self._large.fill_tables([*(one.boundaries for one in segments), torch.from_numpy(order)])

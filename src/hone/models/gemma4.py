@@ -65,7 +65,7 @@ class Gemma4Attention(nn.Module):
         k and v are those of the prepared heads `source_TNE` in layers that have none of their own.
         """
         qkv_TNE = qkv_TO.unflatten(1, (-1, self.head_dim))
-        if gpu.takes(qkv_TO):
+        if gpu.takes(qkv_TO) and gpu.takes_heads(self.head_dim):
             from hone.kernels.gpu import row_kernels
 
             assert rotation.positions_T is not None
@@ -184,8 +184,13 @@ class Gemma4Transformer(Transformer):
             }
         return table
 
+    @property
+    def stays_on_device(self) -> bool:
+        weight = self.embed.weight
+        return all(gpu.takes_model(weight, size) for size in set(self.spec.head_sizes))
+
     def forward_newest(self, active_B: Tensor, state: Tensor, attend: Attention) -> Tensor:
-        # Inputs of the layers come from the tokens, and heads are rotated before attention.
+        # Transformer's version passes neither tokens nor positions on, and blocks need both.
         return LanguageModel.forward_newest(self, active_B, state, attend)
 
     def forward(

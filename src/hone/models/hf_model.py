@@ -22,7 +22,12 @@ from torch import Tensor, nn
 from hone.kernels import gpu
 from hone.kernels.delta_plan import DeltaHeads
 from hone.kernels.norm import offset_norm
-from hone.models.attention_layouts import AttentionOptions, Heads, PackedAttention
+from hone.models.attention_layouts import (
+    FLASH_HEAD_SIZE,
+    AttentionOptions,
+    Heads,
+    PackedAttention,
+)
 from hone.models.families.hf_spec import ATTENTION_KINDS, HFSpec, make_text_config
 from hone.models.language_model import LanguageModel
 from hone.models.layers import Attention, Linear
@@ -187,7 +192,9 @@ class HFModel(LanguageModel):
 
     @property
     def prefills_on_device(self) -> bool:
-        return self._trial is not None and not self._trial.has_caps
+        # Torch's flash attention, which captured passes call, takes no larger heads.
+        has_flash = self.spec.head_dim <= FLASH_HEAD_SIZE
+        return self._trial is not None and not self._trial.has_caps and has_flash
 
     @cached_property
     @torch.no_grad()

@@ -90,7 +90,7 @@ class LanguageModel(nn.Module):
 
         `row_state.py` has the columns of `state`.
         """
-        # Each contiguous, as kernels read them.
+        # Two gathers: kernels need contiguous tensors, which columns of one are not.
         tokens_B, positions_B = state[active_B, row_state.LAST], state[active_B, row_state.LENGTH]
         return self(tokens_B, positions_B, attend)
 

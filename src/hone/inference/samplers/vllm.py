@@ -43,7 +43,7 @@ class VllmSampler(Sampler):
         text = process.files.config.get("text_config") or process.files.config
         self._vocabulary = int(text["vocab_size"])
         self._positions = int(text.get("max_position_embeddings") or 0)
-        # Of requests, and of scored texts
+        # Longest request, and longest text to score: the canary may be longer.
         self._context = self._scored_context = self._positions
         pools = max(1, -(-(max_batch_size or 256) // CONNECTIONS_PER_CLIENT))
         transports = [

@@ -62,7 +62,7 @@ class VllmFiles:
         self.spec = spec
         # vLLM skips names that it does not know in silence: those of its files are right.
         self.names = {} if spec is None else stored_names(self._build_empty("meta"), model)
-        # On a CPU vLLM packs the head at first, and keeps it if it is the embedding.
+        # vLLM's CPU build keeps its first packed copy of a tied head (docs/inference.md).
         self.has_to_untie = is_on_cpu and spec is not None and spec.tie_word_embeddings
         self.receivers = Receivers()
         self._host: Tensors | None = None  # weights received from a transport other than files
@@ -84,7 +84,7 @@ class VllmFiles:
         tokens = (sequences or DEFAULT_BATCH_SIZE) * (length or self.spec.max_position_embeddings)
         return min(cpu_gib(), tokens * self.spec.cache_numbers * self.dtype.itemsize / 2**30)
 
-    def context_length(self, wanted: int | None) -> int | None:
+    def choose_context_length(self, wanted: int | None) -> int | None:
         """Return the context length for vLLM: the one wanted, or more if the canary needs more."""
         if wanted is None or self.spec is None:
             return wanted
@@ -187,7 +187,7 @@ class VllmFiles:
         (place / "config.json").write_text(json.dumps(self.config | untied))
         where = find_weights(None, source) if any(source.glob("*.safetensors")) else {}
         embedding = self.names.get(EMBEDDING, EMBEDDING)
-        # Beside the model that has the embedding (language_model.model.…), or at the top.
+        # The head has the prefix of the embedding's `model`, if there is one (language_model.model).
         is_beside = embedding.endswith(f".{EMBEDDING}")
         head = embedding.removesuffix(EMBEDDING) + HEAD if is_beside else HEAD
         if embedding in where and head not in where:

@@ -36,6 +36,7 @@ OLDEST = (0, 24)
 NEWEST_TRIED = (0, 32)
 NAME = "policy"  # the model's name between us and vLLM
 KEPT_LINES = 400  # output lines kept: a failing engine is followed by tracebacks of its waiters
+PREFIX = re.compile(r"^\(\w[^)]* pid=\d+\) ")  # of what vLLM's processes print
 FOLLOWS = "Engine core initialization failed"  # a consequence of the failure, not its cause
 PROGRESS_SECONDS = 10.0  # seconds between progress lines at start
 TERM_SECONDS = 15.0  # seconds from SIGTERM to SIGKILL
@@ -107,7 +108,7 @@ class VllmProcess:
             *program,
             *build_flags(
                 config.model_copy(
-                    update={"max_model_len": self.files.context_length(config.max_model_len)}
+                    update={"max_model_len": self.files.choose_context_length(config.max_model_len)}
                 ),
                 self.files.prepare_first(),
                 self.dtype,
@@ -190,7 +191,7 @@ class VllmProcess:
         number = 0 if code is None else -code if code < 0 else max(0, code - 128)
         is_signal = number in set(signal.Signals)
         how = describe_exit(-number if is_signal else code or 0)
-        said = list(self.said)
+        said = [PREFIX.sub("", line) for line in self.said]
         is_error = re.compile(r"\b\w*Error: ").search
         # With the line below it, where an error of pydantic has its reason.
         errors = [

@@ -17,9 +17,8 @@ from hone.kernels.delta_plan import (
     DeltaHeads,
     DeltaPlan,
     DeltaState,
-    PlanTables,
-    Segments,
-    SegmentTables,
+    ForwardPlan,
+    LevelTables,
 )
 from hone.kernels.delta_shape import DeltaShape
 from hone.kernels.gpu import options, processors
@@ -463,7 +462,7 @@ def gated_norm_back_kernel(
 def run_plan(
     projected_TO: Tensor,
     heads: DeltaHeads,
-    plan: DeltaPlan | PlanTables,
+    plan: ForwardPlan,
     before: DeltaState | None,
 ) -> tuple[Tensor, DeltaState, DeltaState | None]:
     """Compute a layer's mixer as `delta_rule.run_plan` says."""
@@ -590,13 +589,13 @@ class _Mix(torch.autograd.Function):
         return grad_projected, *of_weights, of_columns, of_matrices, None, None, None
 
 
-def _order_of(plan: DeltaPlan | PlanTables) -> Tensor | None:
+def _order_of(plan: ForwardPlan) -> Tensor | None:
     return None if plan.is_in_order else plan.order_T
 
 
 def _levels(
-    plan: DeltaPlan | PlanTables,
-) -> list[tuple[Level, Segments | SegmentTables]]:
+    plan: ForwardPlan,
+) -> list[tuple[Level, LevelTables]]:
     """Return the sequences without a prefix, then the others, with their tables."""
     order = _order_of(plan)
     every = [one for one in (plan.first, plan.rest) if one is not None]
@@ -680,7 +679,7 @@ def _last_columns(
     columns: Tensor | None,
     shape: DeltaShape,
     level: Level,
-    segments: Segments | SegmentTables,
+    segments: LevelTables,
 ) -> Tensor:
     """Return the last inputs of the convolution of each sequence."""
     last = projected.new_empty(segments.count, shape.conv_width - 1, shape.channels)
@@ -753,7 +752,7 @@ def _inputs_back(
     columns: Tensor | None,
     shape: DeltaShape,
     level: Level,
-    segments: Segments | SegmentTables,
+    segments: LevelTables,
     grad_after: Tensor | None,
     grad_projected: Tensor,
 ) -> Tensor | None:

@@ -85,13 +85,15 @@ def main(config: SFTConfig, evaluate: Evaluate | None = None) -> None:
     if config.bench:
         return run_bench(config, rows, ranks)
     session = RunSession(config, "sft", "sft", ranks)
+    session.check_claim()
     loaded, optimizer, objective = prepare_model(config, ranks)
     trainer = Trainer(config, loaded, optimizer, objective, session.run.bad_steps, ranks)
-    # Before `clean` removes an earlier run, since data may be refused.
-    data, val = trainer.load_data(rows), trainer.load_val_data(val_rows)
-    if not config.data.streaming:
-        next(iterate_steps(data, trainer.data_config, config.seed))
+    # Load and check the data now: `begin` removes the earlier run with --clean.
+    data = trainer.load_data(rows)
+    val = trainer.load_val_data(val_rows)
+    trainer.check_data(data, val)
     session.begin(loaded, optimizer)
+    trainer.copy_data_lines()
     run_steps = partial(train_steps, session, trainer, data, val, evaluate)
     if ranks.is_first:
         with session.show_heartbeat(), Metrics(session.run.metrics, config) as metrics:
@@ -115,10 +117,9 @@ def train_steps(
     config = trainer.config
     run = session.run
     log = trainer.log
-    trainer.log_data_lines()
     trainer.plan_micro_batches()
     data_config = trainer.data_config
-    val_config = data_config.model_copy(update={"weights": None, "shuffle": False})
+    val_config = trainer.val_config
     max_steps = config.max_steps or sum(
         1 for _ in iterate_steps(data, data_config, config.seed, epochs=1)
     )
@@ -201,7 +202,6 @@ def run_bench(config: SFTConfig, rows: DataSets, ranks: Ranks) -> None:
     loaded, optimizer, objective = prepare_model(config, ranks)
     trainer = Trainer(config, loaded, optimizer, objective, Path("bad_steps"), ranks)
     data = trainer.load_data(rows)
-    trainer.log_data_lines()
     trainer.plan_micro_batches()
     data_config = trainer.data_config
     batches = iterate_steps(data, data_config, config.seed)
@@ -239,7 +239,7 @@ class Trainer:
         self.model = loaded.model
         self.context = ContextGroup.join_group(ranks)
         self.log = component_log("sft")
-        self.data_lines: list[tuple[int, str]] = []
+        self.data_lines: list[logging.LogRecord] = []
         self.device = self.model.embed.weight.device
         self.laps = Laps(self.device, is_on=config.bench)
         self.optimizer = optimizer
@@ -252,6 +252,28 @@ class Trainer:
     def data_config(self) -> DataConfig:
         """Return the configuration of the data with the length of rows in use."""
         return self.config.data.model_copy(update={"seq_len": self.row_tokens})
+
+    @property
+    def val_config(self) -> DataConfig:
+        """Return the configuration with which validation data is read."""
+        return self.data_config.model_copy(update={"weights": None, "shuffle": False})
+
+    def check_data(self, data: Data, val: Conversations) -> None:
+        """Raise ValueError if there is nothing to train on, or to validate on.
+
+        Of streamed data only the first row is read: what it leaves out is known as it is read.
+        """
+        if isinstance(data, StreamedConversations):
+            for source in data.sources:
+                next(iter(source), None)
+        else:
+            next(iterate_steps(data, self.data_config, self.config.seed))
+        if self.config.val is None:
+            return
+        try:
+            next(iterate_steps(val, self.val_config, self.config.seed, epochs=1))
+        except ValueError as error:
+            raise ValueError(f"val.name: {error}") from None
 
     def plan_micro_batches(self) -> None:
         """Choose micro-batches that fit the GPU, once the length of rows is known."""
@@ -322,17 +344,20 @@ class Trainer:
             self.note_data(
                 f"{data.dropped_count} of {data.read} rows that were read were left out: {data.left}"
             )
-            self.log_data_lines()
 
     def note_data(self, line: str, is_warning: bool = False) -> None:
-        """Keep a line about the data for `log_data_lines`."""
-        self.data_lines.append((logging.WARNING if is_warning else logging.INFO, line))
+        """Log a line about the data on the first rank, and keep it for `copy_data_lines`."""
+        level = logging.WARNING if is_warning else logging.INFO
+        if self.ranks.is_first and self.log.isEnabledFor(level):
+            record = self.log.makeRecord(self.log.name, level, __file__, 0, "%s", (line,), None)
+            self.log.handle(record)
+            self.data_lines.append(record)
 
-    def log_data_lines(self) -> None:
-        """Log the lines about the data on the first rank; the run's log file exists by now."""
-        for level, line in self.data_lines if self.ranks.is_first else ():
-            self.log.log(level, "%s", line)
-        self.data_lines.clear()
+    def copy_data_lines(self) -> None:
+        """Write the lines about the data to the run's log file too, which exists by now."""
+        for record in self.data_lines:
+            for handler in self.log.handlers:
+                handler.handle(record)
 
     @property
     def max_positions(self) -> int:
