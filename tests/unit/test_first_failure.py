@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.launch.processes import Child, find_first_failure
+from hone.launch.processes import Child, Restarts, find_first_failure
 
 
 def start_child(name, code):
@@ -23,6 +23,20 @@ def start_child(name, code):
     child.reader = threading.Thread(target=child._read_output, daemon=True)
     child.reader.start()
     return child
+
+
+def test_a_server_that_does_not_stay_up_is_not_restarted_for_ever(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    restarts = Restarts()
+    may = []
+    for step in (0, 0, 1, 1, 1, 1, 1):  # the fifth time after the same step
+        now += 100.0
+        may.append(restarts.may_restart("one", step))
+        assert restarts.may_restart("two", int(step + now))
+    assert may == [True] * 6 + [False]
+    often = Restarts()
+    assert [often.may_restart(str(i), i) for i in range(5)] == [True] * 4 + [False]
 
 
 def raise_error(after):

@@ -39,7 +39,7 @@ from hone.process_report import read_report
 from hone.run_directory import RunDirectory
 from hone.trainer.checkpoint import refuse_changes, resume_from, step_of
 
-# This many kills of inference within this many seconds end a run.
+# This many kills of inference within this many seconds, or of one server between two steps, end a run.
 MAX_KILLS = 5
 KILLS_WITHIN_SECONDS = 60.0
 
@@ -238,7 +238,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
     the server before it sends requests. Raises ValueError with the cause if a component fails,
     Preempted if the trainer was preempted.
     """
-    kills: deque[float] = deque(maxlen=MAX_KILLS)
+    restarts = Restarts()
     trainers = [child for child in children if child.is_trainer]
     is_signalled = False
     while True:
@@ -248,7 +248,7 @@ def watch_children(children: list[Child], follower: Follower) -> None:
                 child.process.send_signal(signal.SIGUSR1)
         _raise_if_preempted(trainers)
         for child in children:
-            if child.is_killed_server() and _may_restart(kills):
+            if child.is_killed_server() and restarts.may_restart(child.title, follower.done):
                 log.warning("%s; restarted", child.describe_failure())
                 child.start_process()
             elif child.has_failed():
@@ -268,10 +268,25 @@ def _raise_if_preempted(trainers: list[Child]) -> None:
         raise preemption.Preempted(message, report.get("can_resume", False))
 
 
-def _may_restart(kills: deque[float]) -> bool:
-    """Record that a server was killed; return False after too many kills in a short time."""
-    kills.append(time.monotonic())
-    return len(kills) < MAX_KILLS or kills[-1] - kills[0] > KILLS_WITHIN_SECONDS
+class Restarts:
+    """Ends of inference servers, counted to end a run whose servers do not stay up."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=MAX_KILLS)
+        self._steps: dict[str, deque[int]] = {}  # by server, the steps before its ends
+
+    def may_restart(self, server: str, step: int) -> bool:
+        """Record that a server was killed after `step` steps of the run.
+
+        Returns False after MAX_KILLS of all servers within KILLS_WITHIN_SECONDS, and after as many
+        of one server without a step between them.
+        """
+        self._times.append(time.monotonic())
+        steps = self._steps.setdefault(server, deque(maxlen=MAX_KILLS))
+        steps.append(step)
+        span = self._times[-1] - self._times[0]
+        is_frequent = len(self._times) == MAX_KILLS and span <= KILLS_WITHIN_SECONDS
+        return not is_frequent and steps.count(step) < MAX_KILLS
 
 
 def find_first_failure(children: list[Child], found: Child) -> Child:
