@@ -776,7 +776,8 @@ def test_graphs_for_prompts_are_of_the_sizes_that_may_come(
     )
     for capture in plan_captures(engine):
         capture(engine)
-    assert captured == [Shape(*numbers, has_states) for numbers in found]
+    fewer = 4 if has_states else 1  # room for states takes memory
+    assert captured == [Shape(n, prompts // fewer, m, has_states) for n, prompts, m in found]
     prefill.captured = None
     assert not plan_captures(engine)
 

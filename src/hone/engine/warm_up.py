@@ -21,6 +21,8 @@ ROWS = (1, 4, 8, 16, 32, 64, 128)  # decoding sequences at once, likewise
 CAPTURED = (1, 16, 64, 128, 256)  # batch sizes with graphs from the start
 PASSES = (256, 512, 1024, 2048)  # tokens of prefill passes with graphs from the start
 SHORT_PROMPT_TOKENS = 16  # tokens per prompt for which such a graph has room
+# The same for models whose graphs hold states of all prompts that they have room for.
+STATE_PROMPT_TOKENS = 64
 
 
 @torch.no_grad()
@@ -80,8 +82,9 @@ def plan_captures(engine: Engine) -> list[Callable[[Engine], None]]:
         longest = gpu.power_of_2(engine.max_model_len)
         most = engine.max_batch_size * engine.max_model_len
         has_states = engine.cache.deltas is not None
+        short = STATE_PROMPT_TOKENS if has_states else SHORT_PROMPT_TOKENS
         found += [
-            partial(_capture_pass, Shape(n, n // SHORT_PROMPT_TOKENS, min(n, longest), has_states))
+            partial(_capture_pass, Shape(n, n // short, min(n, longest), has_states))
             for n in PASSES
             if n <= engine.prefill.most_tokens and n < 2 * most
         ]
