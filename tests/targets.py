@@ -26,7 +26,7 @@ from hone.engine.engine import Engine
 from hone.engine.graphs import Key
 from hone.engine.prefill import PrefillChunk
 from hone.engine.token_sampler import TokenSampler
-from hone.engine.warm_up import compile_kernels
+from hone.engine.warm_up import compile_kernels, rehearse_snapshots
 from hone.kernels import gpu
 from hone.models import attention_layouts
 from hone.models.families import parse_model_config
@@ -217,6 +217,7 @@ def rehearsals(name: str) -> None:
         if name in REHEARSED_IN_PART:  # what differs from other models, in prefill and decode steps
             with torch.no_grad():
                 engine.prefill.run_chunks([PrefillChunk([0] * 16, [0], 0, 16)], [15])
+                rehearse_snapshots(engine)
                 for rows, parts in ((128, 0), (1, 8)):
                     way = Key(rows, TokenSampler.PLAIN, False, 0, parts, False)
                     engine.decoder.decode_step(rows, way.kind, False, engine.graphs.rows_by(way))

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from hone.engine.delta_states import DeltaChunk
 from hone.engine.engine import Engine
 from hone.engine.graphs import MIN_PART_TOKENS, PARTS, Key, pad_rows
 from hone.engine.prefill import PrefillChunk, Shape
@@ -58,9 +59,22 @@ def compile_kernels(engine: Engine, sequences: int) -> None:
             [PrefillChunk([0] * length, pages, 0, length)] * count, [length - 1]
         )
         engine.decoder.draw_tokens(hidden, slots.active[-1:], TokenSampler.PLAIN, advance=False)
+    rehearse_snapshots(engine)
     for way in ways:
         engine.decoder.decode_step(way.rows, way.kind, way.has_adapters, graphs.rows_by(way))
     engine.prefill.seen.clear()
+
+
+def rehearse_snapshots(engine: Engine) -> None:
+    """Compute two prompts whose states are kept before their ends, for models with such states."""
+    size, row = engine.pool.size, engine.prefill.spare_row
+    length = size + WARM_UP_PROMPT_TOKENS
+    if engine.cache.deltas is None or length >= engine.max_model_len:
+        return
+    spare_pages = [0] * engine.pool.pages_needed(length)
+    delta = DeltaChunk(row, True, snapshot_row=row, until=size)
+    chunk = PrefillChunk([0] * length, spare_pages, 0, length, delta=delta)
+    engine.prefill.run_chunks([chunk] * 2, [length - 1])
 
 
 def describe_rehearsal(engine: Engine) -> str:
