@@ -1,10 +1,15 @@
 """Snapshots of states at the ends of prefixes: which requests start from one, and with which logprobs."""
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from hone.engine import state_rows
 from hone.engine.engine import Engine
+from hone.engine.warm_up import rehearse_snapshots
+from hone.kernels.cuda_graphs import Captured
 from hone.models.families import parse_model_config
 from hone.models.transformer import Transformer
 from hone.models.weight_proof import score_sequence
@@ -68,6 +73,51 @@ def test_a_request_starts_at_the_last_page_of_a_prompt_that_it_begins_with(model
     assert first_tokens(engine, prompt) == [96]
     assert first_tokens(engine, prompt + [5] * 20) == [96]
     assert first_tokens(engine, prompt + [5] * 30) == [112]
+
+
+class Uncaptured(Captured):
+    """Runs the functions that a GPU would capture."""
+
+    def capture(self, key, forward):
+        self.graphs[key] = forward
+
+    def replay(self, key, times=1):
+        return self.graphs[key]()
+
+
+def attend_each(q, k, v, ends, *_):
+    out = torch.zeros_like(q)
+    for start, end in itertools.pairwise(ends.tolist()):
+        parts = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        mixed = F.scaled_dot_product_attention(*parts, is_causal=True, enable_gqa=True)
+        out[start:end] = mixed.transpose(0, 1)
+    return out
+
+
+def test_captured_passes_keep_the_states_of_prompts_and_of_their_pages(model, prompt, monkeypatch):
+    """By the kernels in Triton's interpreter, as CUDA graphs would run them."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr("hone.engine.prefill.flash_varlen", attend_each)
+    engine = make_engine(model)
+    engine.prefill.captured = Uncaptured()
+    others = [prompt[n:] + prompt[:n] for n in (10, 20, 30)]
+    for ids in (prompt, *others):  # from the second on they have a graph
+        assert first_tokens(engine, ids) == [0]
+    (shape,) = engine.prefill.captured
+    assert (shape.prompts, shape.has_snapshots) == (1, True) and shape.tokens > len(prompt)
+    for ids in others:  # after the snapshots that the graph wrote
+        assert first_tokens(engine, [*ids, 5, 6]) == [96]
+    for ids in ([1, 2, 3], [4, 5, 6]):  # without snapshots, in a graph of its own
+        assert first_tokens(engine, ids) == [0]
+    assert len(engine.prefill.captured.graphs) == 2
+
+
+@torch.no_grad()
+def test_rehearsals_write_to_the_spare_row_alone(model):
+    engine = make_engine(model)
+    rehearse_snapshots(engine)
+    written = engine.cache.deltas.matrices.abs().flatten(2).sum((0, 2)).nonzero().flatten()
+    assert written.tolist() == [engine.prefill.spare_row]
 
 
 def test_a_shorter_prompt_gets_a_snapshot_of_its_own(model, prompt):
