@@ -159,8 +159,7 @@ class AttentionOptions:
         seen = distance >= 0
         if self.window is not None:
             seen = seen & (distance < self.window)
-        groups = q_BHCE.shape[1] // k_BKSE.shape[1]
-        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k_BKSE, v_BKSE))
+        k, v = (repeat_key_heads(x, q_BHCE.shape[1]) for x in (k_BKSE, v_BKSE))
         if self.cap is None and self.sinks_H is None:
             return F.scaled_dot_product_attention(q_BHCE, k, v, attn_mask=seen, scale=self.scale)
         scale = q_BHCE.shape[-1] ** -0.5 if self.scale is None else self.scale
@@ -444,6 +443,12 @@ class ContinuedAttention(FlatAttention):
         return super().attend(q_SHE, k_SKE, v_SKE, options)[self.own_T]
 
 
+def repeat_key_heads(x_BKSE: Tensor, heads: int) -> Tensor:
+    """Return keys or values with a head for each of `heads` query heads, B x H x S x E."""
+    groups = heads // x_BKSE.shape[1]
+    return x_BKSE if groups == 1 else x_BKSE.repeat_interleave(groups, 1)
+
+
 def is_half_on_gpu(x: Tensor) -> bool:
     return x.is_cuda and x.dtype in gpu.HALF
 
@@ -547,12 +552,12 @@ class _Bucket:
         if options is not None:
             out_BHCE = options.attend(q, k, v, self.distance_B1CS)
             return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
-        groups = q.shape[1] // k.shape[1]
-        if groups > 1 and is_half_on_gpu(q):
+        if is_half_on_gpu(q):
             # torch's kernel for large heads takes no groups; without it torch stores all logits.
-            k, v, groups = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 1
+            k, v = (repeat_key_heads(x, q.shape[1]) for x in (k, v))
+        gqa = q.shape[1] != k.shape[1]
         out_BHCE = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=groups > 1
+            q, k, v, attn_mask=self.mask, is_causal=self.mask is None, enable_gqa=gqa
         )
         return take_rows(out_BHCE.transpose(1, 2).flatten(0, 1).flatten(1), self.cells)
 

@@ -460,10 +460,7 @@ def gated_norm_back_kernel(
 
 
 def run_plan(
-    projected_TO: Tensor,
-    heads: DeltaHeads,
-    plan: ForwardPlan,
-    before: DeltaState | None,
+    projected_TO: Tensor, heads: DeltaHeads, plan: ForwardPlan, before: DeltaState | None
 ) -> tuple[Tensor, DeltaState, DeltaState | None]:
     """Compute a layer's mixer as `delta_rule.run_plan` says."""
     weights = (heads.conv_C1W, heads.decay_V, heads.bias_V, heads.norm_F)
@@ -593,9 +590,7 @@ def _order_of(plan: ForwardPlan) -> Tensor | None:
     return None if plan.is_in_order else plan.order_T
 
 
-def _levels(
-    plan: ForwardPlan,
-) -> list[tuple[Level, LevelTables]]:
+def _levels(plan: ForwardPlan) -> list[tuple[Level, LevelTables]]:
     """Return the sequences without a prefix, then the others, with their tables."""
     order = _order_of(plan)
     every = [one for one in (plan.first, plan.rest) if one is not None]
